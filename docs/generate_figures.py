@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +35,12 @@ STEPS = {
     "long_tail": "GRPO, answers with a long tail",
     "judged": "GRPO, a heavy verifier",
     "cart_pole": "episodes of a batched simulator",
+}
+IN_TURNS = {
+    "fast": "a fast simulator",
+    "slow": "a slow simulator",
+    "balanced": "environments as slow as the policy",
+    "one_sided": "environments ten times as slow",
 }
 
 Table = tuple[str, list[Sequence[str]]]
@@ -93,15 +99,32 @@ def auto() -> Table:
     return header, rows
 
 
-def modes() -> Table:
+def modes(file: str = "modes") -> Table:
     """Milliseconds a step under each mode."""
     rows = []
-    for name, found in read("modes")["results"].items():
+    for name, found in read(file)["results"].items():
+        if "milliseconds_per_step" not in found:
+            continue
         taken = found["milliseconds_per_step"]
         cells = [f"{taken[mode]:,.0f}" for mode in (*MODES, "auto")]
-        rows.append((STEPS[name], *cells, f"{found['predicted_milliseconds']['auto']:,.0f}"))
+        title = (STEPS | IN_TURNS)[name]
+        rows.append((title, *cells, f"{found['predicted_milliseconds']['auto']:,.0f}"))
     header = "workload | `collocated` | `disaggregated` | `hybrid` | `auto` | predicted"
     return header, rows
+
+
+def groups() -> Table:
+    """Milliseconds of a rollout in one group of environments and in several that take turns."""
+    rows = []
+    for name, found in read("embodied")["results"].items():
+        if "milliseconds_a_rollout" not in found:
+            continue
+        taken = found["milliseconds_a_rollout"]
+        saved = found["saved_seconds_of_a_step"]["2 groups"]
+        cells = [f"{taken[count]:,.0f}" for count in ("1 group", "2 groups", "4 groups")]
+        rows.append((IN_TURNS[name], *cells, f"{1e3 * saved['predicted']:,.0f}",
+                     f"{1e3 * saved['measured']:,.0f}", f"{found['noise_floor']:.0%}"))  # fmt: skip
+    return "workload | 1 group | 2 | 4 | saved by 2, predicted | measured | noise", rows
 
 
 def emulated() -> Table:
@@ -126,6 +149,7 @@ def peers() -> Table:
     results = read("peers_trl")["results"]
     rows = results["addition"]["rows"]
     long_tail = target("peers_trl", "countdown: samples/s against TRL")
+    alike = "like for like, samples/s against TRL"
     return "comparison | figure", [
         (
             f"m2flow against TRL {results['trl']} on two cores, samples/s: the quick start",
@@ -142,6 +166,14 @@ def peers() -> Table:
         (
             "m2flow against TRL on two cores, samples/s: answers with a long tail",
             f"{long_tail:.1f} times",
+        ),
+        (
+            "the same, with a log-probability pass that the step does not need",
+            f"{target('peers_trl', f'countdown: {alike}'):.1f} times",
+        ),
+        (
+            "m2flow against TRL on two cores, samples/s: a model of 0.1 B, with that pass",
+            f"{target('peers_trl', f'0.1 B: {alike}'):.1f} times",
         ),
     ]
 
@@ -364,6 +396,8 @@ TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
     "quickstart_modes": (quickstart_modes, ("quickstart_modes",)),
     "auto": (auto, ("auto", "auto_judged")),
     "modes": (modes, ("modes",)),
+    "embodied": (partial(modes, "embodied"), ("embodied",)),
+    "groups": (groups, ("embodied",)),
     "emulated": (emulated, ("emulated_16", "emulated_128")),
     "peers": (peers, ("peers_trl",)),
     "overhead": (overhead, ("overhead", "peers_trl")),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -67,3 +68,10 @@ def user_function(path: str, key: str, expected: str = FUNCTION) -> Callable[...
         raise refused(f"{name} is no function")
     made: Callable[..., Any] = function
     return made
+
+
+def where_raised(error: BaseException) -> str:
+    """File and line of what raised an error, as `file.py:12`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = next((one for one in reversed(frames) if not one.filename.startswith("<")), frames[-1])
+    return f"{Path(place.filename).name}:{place.lineno}"

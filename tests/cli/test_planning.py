@@ -90,6 +90,13 @@ def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
                 "expected one of one, tp2"
             ),
         ),
+        (
+            ["layouts.learner=fsdp3", "--cluster", "8xH100"],
+            (
+                "layouts.learner: has no price on these lanes (got 'fsdp3'); expected cp2 or cp4 "
+                "or cp8 or fsdp2 or fsdp4 or fsdp8 or one or tp2 or tp2.fsdp2 or tp2.fsdp4"
+            ),
+        ),
         (["layouts.lerner=fsdp2"], "layouts.lerner: is no worker; did you mean 'learner'?"),
     ],
 )

@@ -58,6 +58,10 @@ def jsonl(path: str, *more: str) -> list[str]:
         (["eval", "m", "--data", "d", "--samples", "many"], ["--samples", "integer"]),
         (["eval", "m", "--data", "d", "--limt", "3"], ["--limt", "did you mean '--limit'?"]),
         (["report", "nowhere"], ["no such run directory", "'nowhere'"]),
+        (["report", "."], ["holds neither run.json nor metrics.jsonl"]),
+        (["plan", "tiny.yaml", "--reuse-profile"], ["--reuse-profile", "--profile FILE"]),
+        (["eval", "nowhere"], ["MODEL: no such file or folder", "'nowhere'"]),
+        (["profile", "tiny.yaml", "--out", "tiny.yaml/p.json"], ["--out: cannot be written"]),
     ],
 )
 def test_words_that_make_no_command(

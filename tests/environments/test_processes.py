@@ -41,6 +41,15 @@ def same(left, right):
     assert left["instruction"] == right["instruction"]
 
 
+def test_processes_end_by_themselves():
+    """One that waits for its own lock at its end is aborted a second later."""
+    there = hosted()
+    processes = [one._process for one in there._processes]
+    there.reset(None, range(4))
+    there.close()
+    assert [one.returncode for one in processes] == [0, 0]
+
+
 @pytest.mark.parametrize(("num_envs", "num_processes"), [(1, 1), (5, 2)])
 def test_processes_give_the_same_episodes_as_one(walk, num_envs, num_processes):
     serial = SerialEnvironments(lambda: walk(limit=7), num_envs)

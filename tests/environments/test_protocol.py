@@ -128,6 +128,33 @@ def test_what_a_simulator_raises_costs_its_episode(toys, tmp_path):
         vector.reset([0], [5])
 
 
+@pytest.mark.parametrize("wrong", ["leaves", "stretches", "huge"])
+def test_what_else_costs_an_episode_alone(walk, wrong):
+    class Wrong(walk):
+        def step(self, action):
+            if wrong == "leaves":
+                raise SystemExit(0)
+            did = super().step(action)
+            return did._replace(reward=1e300) if wrong == "huge" else did
+
+        def observe(self):
+            seen = super().observe()
+            return {**seen, "state": np.float32(0)} if wrong == "stretches" and self.taken else seen
+
+        def reset(self, seed, initial_state):
+            self.taken = False
+            super().reset(seed, initial_state)
+
+    made = iter([Wrong(), walk()])
+    vector = SerialEnvironments(lambda: next(made), 2)
+    vector.reset(None, [1, 2])
+    vector._slots._environments[0].taken = True
+    outcome = vector.step(actions(2, 1))
+    assert outcome.failed.tolist() == [True, False]
+    assert outcome.reward[0].tolist() == [0.0]
+    assert sum(vector.failures.values()) == 1
+
+
 @pytest.mark.parametrize(("times", "fails"), [(2, False), (3, True)])
 def test_a_reset_is_tried_three_times(toys, tmp_path, times, fails):
     (tmp_path / "noreset").write_text(str(times))

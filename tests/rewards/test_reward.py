@@ -79,8 +79,21 @@ def hangs(prompt, completion, completion_ids, row):
     time.sleep(60 if row["level"] == "hard" else 0)
     return 1.0
 
-def interrupted(prompt, completion, completion_ids, row):
-    raise KeyboardInterrupt
+def leaves(prompt, completion, completion_ids, row):
+    return 1.0 if row["level"] == "easy" else exit(0)
+
+async def leaves_later(prompt, completion, completion_ids, row):
+    return 1.0 if row["level"] == "easy" else exit(0)
+
+async def gives_up(prompt, completion, completion_ids, row):
+    if row["level"] == "hard":
+        raise asyncio.CancelledError
+    return 1.0
+
+@batched
+async def shares_later(prompts, completions, completion_ids, rows):
+    await asyncio.sleep(0)
+    return shares(prompts, completions, completion_ids, rows)
 
 number = 3
 """
@@ -112,6 +125,10 @@ def test_several_functions_add_up_by_weight(folder: str) -> None:
     parts = [of(folder, "fields", 0.5), WeightedReward("math", 10), of(folder, "shares", -1)]
     rewards = weighted_sum(parts, JUDGED).rewards
     assert rewards == pytest.approx([0.5 * 2 + 10 - 0.4, 0.5 * 3.5 - 0.6])
+
+
+def test_one_that_judges_several_may_be_a_coroutine_function(folder: str) -> None:
+    assert weighted_sum([of(folder, "shares_later")], JUDGED) == Scores([0.4, 0.6], ["", ""])
 
 
 def test_a_function_itself_will_do_and_travels() -> None:
@@ -165,6 +182,9 @@ def test_what_cannot_be_a_reward_is_refused(folder: str, function: str, parts: l
             [1.0, 0.0],
             ["", "rewards_of_a_user:fails raised KeyError: '8' ("],
         ),
+        ("leaves", [1.0, 0.0], ["", "rewards_of_a_user:leaves raised SystemExit: 0 ("]),
+        ("leaves_later", [1.0, 0.0], ["", "rewards_of_a_user:leaves_later raised SystemExit: 0 ("]),
+        ("gives_up", [1.0, 0.0], ["", "rewards_of_a_user:gives_up raised CancelledError"]),
         ("words", [0.0] * 2, ["rewards_of_a_user:words gave 'good', no number"] * 2),
         ("too_few", [0.0] * 2, ["rewards_of_a_user:too_few gave 1 rewards for 2 samples"] * 2),
         (
@@ -184,7 +204,7 @@ def test_a_reward_that_fails_marks_its_sample(
     for said, why in zip(found.failures, failures, strict=True):
         assert said.startswith(why and f"reward {why}")
         assert bool(said) == bool(why)
-        assert "raised" not in said or "(rewards_of_a_user.py:" in said
+        assert "raised" not in said or ".py:" in said
 
 
 def test_after_a_call_that_hangs_the_others_are_made(folder: str) -> None:
@@ -235,11 +255,6 @@ def test_coroutine_functions_wait_at_the_same_time(folder: str) -> None:
     import rewards_of_a_user
 
     assert rewards_of_a_user.waiting == [0, 4]
-
-
-def test_an_interrupt_is_no_failure_of_a_sample(folder: str) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        weighted_sum([of(folder, "interrupted")], JUDGED)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
@@ -153,6 +154,16 @@ def test_a_function_is_a_tool() -> None:
     assert found[2].error
 
 
+def test_a_coroutine_function_is_a_tool_and_runs_to_its_end() -> None:
+    async def later(city: str) -> str:
+        """Weather."""
+        await asyncio.sleep(0)
+        return f"sun in {city}"
+
+    (answer,) = Toolbox([FunctionTool(later)]).carry_out([ToolCall("later", "Rome")])
+    assert answer.text == "sun in Rome"
+
+
 def test_what_a_tool_does_wrong_costs_its_own_call() -> None:
     def slow(text: str) -> str:
         time.sleep(30)
@@ -183,6 +194,7 @@ def test_what_a_tool_does_wrong_costs_its_own_call() -> None:
         ("no_module:f", {}, "there is no module no_module"),
         ("json:dumps", {"x": 1}, "a function has no options"),
         ("json:__doc__", {}, "is no function"),
+        ("json:JSONDecoder", {}, "is a class"),
     ],
 )
 def test_wrong_tools_are_refused_in_one_line(

@@ -113,7 +113,7 @@ def train(
             )
         except Stopped as error:
             print(f"stopped by {error}", file=sys.stderr)
-            raise SystemExit(error.exit_code) from error
+            raise typer.Exit(error.exit_code) from error
     rows = read_metrics(path)
     if shown is None:
         rewards = [one for row in rows if isinstance(one := row.get("reward/mean"), int | float)]
@@ -202,6 +202,8 @@ def plan_command(
     from m2flow.workloads.common import Assumed
 
     with_mode(overrides, mode, plan)  # refuses the two together
+    if reuse_profile and profile is None:
+        raise UserError("reuses nothing", key="--reuse-profile", hint="name it: --profile FILE")
     words = [*(overrides or [])]
     if max_staleness is not None:
         words.append(f"max_staleness={max_staleness}")
@@ -294,8 +296,10 @@ def evaluate(
     from m2flow.generation.supported import EXTERNAL
     from m2flow.plan import parse_lanes
     from m2flow.workloads.common import Examination, workload_named
-    from m2flow.workloads.common.resume import recipe_of, run_of
+    from m2flow.workloads.common.resume import check_model, recipe_of, run_of
 
+    if data is None:
+        check_model(model)
     if temperature is not None and not math.isfinite(temperature):
         raise UserError("is no temperature", key="--temperature", value=temperature)
     if on_bad_row not in ("fail", "skip"):
@@ -340,8 +344,10 @@ def evaluate(
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
     """Write report.html from what a run directory holds."""
+    from m2flow.observe.ending import record_of
     from m2flow.observe.report import write_report
 
+    record_of(run_dir)  # refuses what is no run
     print(write_report(run_dir))
 
 
@@ -432,12 +438,13 @@ def main() -> None:
         raise SystemExit(1) from error
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # nothing of m2flow calls `exit` in a command
         print(f"failed: {first_cause(error)}", file=sys.stderr)
         traceback.print_exception(error)
         raise SystemExit(1) from error
     if code == INTERRUPTED:
-        print("interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        again = "; --resume goes on from the last checkpoint, if there is one"
+        print(f"interrupted{again if 'train' in sys.argv[1:2] else ''}", file=sys.stderr)
     raise SystemExit(code or 0)
 
 

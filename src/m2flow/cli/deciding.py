@@ -174,7 +174,15 @@ class Planning:
             priced = dict.fromkeys((one.layout, one.lanes, one.kind) for one in costs[0])
             options = [one for one in priced if all(one in some for some in known)]
             wanted = self.layouts.get(worker)
-            if not options or (wanted and wanted.name in {name for name, *_ in options}):
+            names = {name for name, *_ in options}
+            if wanted and options and wanted.name not in names:
+                raise UserError(
+                    "has no price on these lanes",
+                    key=f"layouts.{worker}",
+                    value=wanted.name,
+                    expected=" or ".join(sorted(names)),
+                )
+            if wanted or not options:
                 found[worker] = wanted or ONE_LANE
                 continue
             fitting = [one for one in options if self._fits(profile, lanes, worker, one, found)]

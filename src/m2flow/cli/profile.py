@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def profile(
     if budget is not None and not budget > 0:
         raise UserError("must be positive", key="--budget", value=budget)
     recipe = read_recipe(recipe_path, overrides)
+    if out is not None:
+        _check_writable(out)
     console = Console(highlight=False)
     with TrainProgress(console) as progress:
         progress.start(f"m2flow: profile of {recipe.name}")
@@ -53,9 +56,19 @@ def profile(
         console.print(line, soft_wrap=True)
     console.print(origin, soft_wrap=True)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(to_json(found), encoding="utf-8")
         console.print(f"written to {out}", soft_wrap=True)
+
+
+def _check_writable(file: Path) -> None:
+    """Refuse a file that could not be written when all is measured."""
+    refusal = UserError("cannot be written", key="--out", value=str(file))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refusal from error
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise refusal
 
 
 def table(found: Profile) -> Table:

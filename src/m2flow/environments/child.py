@@ -79,5 +79,6 @@ def main(descriptor: int) -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 1):  # the buffer's lock would hold up the end of the process
+        pass
     os._exit(1)

@@ -94,3 +94,20 @@ def seed_of(seed: int, initial_state: int | None) -> int:
         a whole number in [0, 2**31), which every simulator takes.
     """
     return (seed if initial_state is None else initial_state) % (1 << 31)
+
+
+def check_picture(name: str, drawn: Any) -> Array:
+    """A picture that `render` has given, if it is one.
+
+    Raises:
+        UserError: it is no uint8 [H, W, 3].
+    """
+    picture = np.asarray(drawn)
+    if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+        raise UserError(
+            "draws no picture",
+            key=name,
+            value=f"{picture.dtype} {picture.shape}",
+            expected="uint8 (height, width, 3) of `render`",
+        )
+    return picture

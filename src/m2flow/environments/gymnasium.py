@@ -16,7 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from m2flow.environments.environment import Array, Environment, Transition, seed_of
+from m2flow.environments.environment import (
+    Array,
+    Environment,
+    Transition,
+    check_picture,
+    seed_of,
+)
 from m2flow.environments.spec import (
     ActionSpec,
     EnvironmentSpec,
@@ -73,6 +79,13 @@ class GymnasiumEnvironment(Environment):
                 key="environment.motion",
                 value=motion,
                 expected="at least 0, and environment.pixels above 0 where it is not 0",
+            )
+        if not isinstance(pixels, int) or pixels < 0:
+            raise UserError(
+                "is no size of a picture",
+                key="environment.pixels",
+                value=pixels,
+                expected="a whole number, 0 for none",
             )
         self._made, self._pixels = made, pixels
         self._motion, self._span, self.looks_back = motion, 2 * motion + 1, bool(motion)
@@ -137,7 +150,7 @@ class GymnasiumEnvironment(Environment):
         from gymnasium.error import DependencyNotInstalled
 
         try:
-            return np.asarray(self._made.render(), np.uint8)
+            return check_picture(self.spec.name, self._made.render())
         except DependencyNotInstalled as error:
             raise UserError("cannot draw itself", key=self.spec.name, hint=str(error)) from error
 

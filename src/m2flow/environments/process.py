@@ -115,9 +115,13 @@ class SimulatorProcess:
             self._process.stdin.close()
         self._connection.close()
 
+    def leave(self) -> None:
+        """Have the process end by itself, as soon as it can."""
+        self._connection.close()
+
     def close(self, seconds: float = 5.0) -> None:
         """Let the process end by itself, or kill it."""
-        self._connection.close()
+        self.leave()
         if self._process.stdin is not None and not self.ready:
             self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed

@@ -129,6 +129,8 @@ class ProcessEnvironments(VectorEnvironment):
         self._note(self._report())
 
     def close(self) -> None:
+        for process in self._processes:  # which then end beside each other
+            process.leave()
         for process in self._processes:
             process.close()
         self._processes = []

@@ -88,6 +88,7 @@ class VectorEnvironment(ABC):
         self.spec = spec
         self.failures: Counter[str] = Counter()
         self._failures_in_a_row = [0] * spec.num_envs
+        self._detail = ""
 
     def reset(
         self,
@@ -193,7 +194,11 @@ class VectorEnvironment(ABC):
             self.failures[failure.cause] += 1
             self._failures_in_a_row[failure.slot] += 1
             what = f"{self.spec.name}: environment {failure.slot} failed ({failure.cause})"
-            _log.warning("%s; its episode is discarded: %s", what, failure.detail.strip())
+            detail = failure.detail.strip()
+            last_line = detail.rpartition("\n")[2]
+            shown = f"{last_line} (as before)" if detail == self._detail else detail
+            self._detail = detail
+            _log.warning("%s; its episode is discarded: %s", what, shown)
             if self._failures_in_a_row[failure.slot] >= MAX_FAILURES_IN_A_ROW:
                 times = f"{MAX_FAILURES_IN_A_ROW} times in a row; the last time:"
                 raise RunFailed(f"{what} {times}\n{failure.detail}")

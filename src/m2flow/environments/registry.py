@@ -138,11 +138,17 @@ def maker(name: str, options: dict[str, Any]) -> Callable[[], Environment]:
     return lambda: adaptor(task, **options)
 
 
+def is_light(name: str) -> bool:
+    """Whether that environment runs in the lane's own process unless a recipe says otherwise."""
+    family = FAMILIES.get(name.partition(":")[0])
+    return family is None or family.light
+
+
 def needs_renderer(name: str, options: Mapping[str, Any]) -> bool:
     """Whether the observations of that environment need a back end for rendering."""
-    family = FAMILIES.get(name.partition(":")[0])
-    if family is None or family.light:
+    if is_light(name):
         return False
+    family = FAMILIES[name.partition(":")[0]]
     return family.draws_always or bool(options.get("pixels", family.pixels))
 
 

@@ -82,6 +82,9 @@ def reward_at(path: str) -> StepReward:
         UserError: there is no such function, or it does not take two arguments.
     """
     function = user_function(path, KEY)
+    expected = "def reward(environment, transition) -> float"
+    if inspect.iscoroutinefunction(function):
+        raise UserError("is a coroutine function", key=KEY, value=path, expected=expected)
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
@@ -89,7 +92,7 @@ def reward_at(path: str) -> StepReward:
             "takes other arguments",
             key=KEY,
             value=path,
-            expected="def reward(environment, transition) -> float",
+            expected=expected,
         ) from error
     rewarding: StepReward = function
     return rewarding

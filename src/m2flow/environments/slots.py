@@ -11,7 +11,6 @@ Legend: B slots concerned, K actions of a chunk, A figures of an action.
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,11 +18,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from m2flow.environments.environment import Array, Environment
-from m2flow.environments.spec import EnvironmentSpec
+from m2flow.environments.environment import Array, Environment, check_picture
+from m2flow.environments.spec import EnvironmentSpec, ObservationSpec
 from m2flow.errors import UserError
 
 RESET_ATTEMPTS = 3
+
+BREAKS = (Exception, SystemExit)
+"""What costs an episode where a simulator raises it: its `exit()` does not end the run."""
+
+LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass
@@ -94,6 +98,16 @@ def allocate(spec: EnvironmentSpec) -> dict[str, Array]:
     return {
         part.name: np.zeros((spec.num_envs, *part.shape), part.dtype) for part in spec.observations
     }
+
+
+def check_shape(part: ObservationSpec, seen: Any) -> None:
+    """Refuse what has another shape than the spec says, which NumPy might stretch.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if (shape := np.shape(seen)) != part.shape:
+        raise ValueError(f"observation {part.name!r} is {shape}, and its spec says {part.shape}")
 
 
 def stack_pictures(pictures: Sequence[Array | None]) -> Array:
@@ -192,10 +206,10 @@ class Slots:
         if self._episodes[slot] is None:
             return None
         try:
-            return np.asarray(self._environments[slot].render())
+            return check_picture(self.spec.name, self._environments[slot].render())
         except UserError:
             raise
-        except Exception:
+        except BREAKS:
             self._give_up(slot, "error", traceback.format_exc())
             return None
 
@@ -213,7 +227,7 @@ class Slots:
                 self._observe(slot)
             except UserError:
                 raise
-            except Exception:
+            except BREAKS:
                 detail = traceback.format_exc()
                 continue
             if self._finite([slot])[0]:
@@ -238,7 +252,7 @@ class Slots:
                 episode.steps += 1
                 if self.spec.restores == "replayed":
                     episode.actions.append(action.copy())
-                if not math.isfinite(did.reward):
+                if not -LARGEST <= did.reward <= LARGEST:  # nor is what is no number
                     cause, detail = "nan", f"the reward is {did.reward}"
                     break
                 truncated = did.truncated or (limit is not None and episode.steps >= limit)
@@ -260,7 +274,7 @@ class Slots:
             self._progress()
         except UserError:
             raise
-        except Exception:
+        except BREAKS:
             cause, detail = "error", traceback.format_exc()
         if cause:
             self._give_up(slot, cause, detail)
@@ -270,6 +284,7 @@ class Slots:
         """Write the slot's observation into the memory."""
         parts: Mapping[str, Array] = self._environments[slot].observe()
         for part in self.spec.observations:
+            check_shape(part, parts[part.name])
             self.memory[part.name][slot] = parts[part.name]
 
     def _finite(self, slots: Sequence[int]) -> Array:

@@ -38,6 +38,15 @@ class ObservationSpec:
     low: float = -math.inf
     high: float = math.inf
 
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "uint8"):
+            raise UserError(
+                f"observation {self.name!r} has a dtype that nothing takes",
+                key="dtype",
+                value=self.dtype,
+                expected="float32 or uint8",
+            )
+
     @property
     def nbytes(self) -> int:
         """Bytes of one environment's part."""
@@ -72,6 +81,17 @@ class ActionSpec:
     low: tuple[float, ...]
     high: tuple[float, ...]
     num_discrete: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = self.size, len(self.low), len(self.high)
+        if self.size < 1 or len(set(sizes)) > 1:
+            raise UserError(
+                "an action has figures, and each has bounds", key="actions", value=sizes
+            )
+        if any(low > high for low, high in zip(self.low, self.high, strict=True)):
+            raise UserError("bounds are the wrong way round", key="actions", value=self.low)
+        if self.num_discrete is not None and self.num_discrete < 1:
+            raise UserError("there is no choice", key="actions", value=self.num_discrete)
 
     @classmethod
     def discrete(cls, choices: int) -> ActionSpec:
@@ -208,6 +228,15 @@ class EnvironmentSpec:
     tasks: tuple[tuple[str, int], ...] = ()
     restores: Literal["saved", "replayed"] = "replayed"
 
+    def __post_init__(self) -> None:
+        if self.max_episode_steps is not None and self.max_episode_steps < 1:
+            raise UserError(
+                f"an episode of {self.name} has no step",
+                key="max_episode_steps",
+                value=self.max_episode_steps,
+                expected="at least 1, or None for no bound",
+            )
+
     def task_of(self, initial_state: int) -> str:
         """Name of the task that a numbered initial state is one of; the environment's, if alone."""
         for task, count in self.tasks:
@@ -229,3 +258,24 @@ class EnvironmentSpec:
         raise UserError(
             f"{self.name} gives no such observation", key=name, expected=f"one of {names}"
         )
+
+    def picture_size(self, cameras: Sequence[str]) -> tuple[int, int]:
+        """Height and width of the pictures of cameras.
+
+        Raises:
+            UserError: there is no such picture, or two of different sizes.
+        """
+        pictures = {part.name: part.shape for part in self.observations if len(part.shape) == 3}
+        for camera in cameras or ("",):
+            if camera not in pictures:
+                raise UserError(
+                    f"{self.name} has no such picture",
+                    key="policy.cameras",
+                    value=camera,
+                    expected=" or ".join(map(repr, pictures)) or "a picture; it has none",
+                )
+        sizes = {camera: pictures[camera][:2] for camera in cameras}
+        if len(set(sizes.values())) > 1:
+            raise UserError("its pictures differ in size", key="policy.cameras", value=sizes)
+        height, width = sizes[cameras[0]]
+        return height, width

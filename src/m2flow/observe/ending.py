@@ -62,8 +62,8 @@ def this_process() -> dict[str, object]:
     return {"id": own.pid, "began": own.create_time(), "host": socket.gethostname()}
 
 
-def ending_of(run_dir: Path | str) -> Ending:
-    """Read what became of a run.
+def record_of(run_dir: Path | str) -> RunRecord:
+    """Read a run's directory.
 
     Raises:
         UserError: there is no such directory, or it holds no run.
@@ -75,6 +75,16 @@ def ending_of(run_dir: Path | str) -> Ending:
             key=str(run_dir),
             expected="a directory that m2flow train wrote",
         )
+    return record
+
+
+def ending_of(run_dir: Path | str) -> Ending:
+    """Read what became of a run.
+
+    Raises:
+        UserError: there is no such directory, or it holds no run.
+    """
+    record = record_of(run_dir)
     state, happened = _what_happened(record.run)
     lines = [happened, _how_far(record), *_kept(record), *record.problems]
     if state not in ("finished", "running"):

@@ -20,14 +20,12 @@ import inspect
 import math
 import queue
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from m2flow.errors import UserError
-from m2flow.user_code import FUNCTION, user_function
+from m2flow.user_code import FUNCTION, user_function, where_raised
 
 SHORT_NAMES = {
     "addition": "m2flow.rewards.addition:addition_reward",
@@ -217,8 +215,10 @@ def _values(part: WeightedReward, judged: Judged) -> list[Any]:
     function: Any = part.load()
     columns = (judged.prompts, judged.completions, judged.completion_ids, judged.rows)
     rows = list(zip(*columns, strict=True))
+    waits = inspect.iscoroutinefunction(function)
     if getattr(function, "batched", False):
-        (found,) = _called(function, [columns], part.deadline_seconds)
+        judge = (lambda *given: asyncio.run(function(*given))) if waits else function
+        (found,) = _called(judge, [columns], part.deadline_seconds)
         if isinstance(found, RewardFailure):
             return [found] * len(rows)
         try:
@@ -229,7 +229,7 @@ def _values(part: WeightedReward, judged: Judged) -> list[Any]:
             wrong = RewardFailure(f"gave {len(values)} rewards for {len(rows)} samples")
             return [wrong] * len(rows)
         return [_number(value) for value in values]
-    if inspect.iscoroutinefunction(function):
+    if waits:
 
         def awaited() -> list[Any]:
             return asyncio.run(_awaited(function, rows, part))
@@ -269,8 +269,6 @@ def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> 
                 found.append(_too_slow(seconds))
                 left.set()
                 break
-            if isinstance(value, BaseException):
-                raise value
             found.append(value)
     return found
 
@@ -283,33 +281,34 @@ def _call_each(
             return
         try:
             results.put(function(*arguments))
-        except Exception as error:  # noqa: BLE001, whatever a user's function raises
+        except BaseException as error:  # noqa: BLE001, `exit()` too ends one call and not the run
             results.put(_raised(error))
-        except BaseException as error:  # noqa: BLE001, an interrupt: for whoever waits
-            results.put(error)
-            return
 
 
 async def _awaited(function: Any, calls: Sequence[Any], part: WeightedReward) -> list[Any]:
     """The same for a coroutine function; so many calls at a time as `concurrency` says."""
     turns = asyncio.Semaphore(part.concurrency)
 
+    async def called(arguments: Any) -> Any:
+        try:
+            return await function(*arguments)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001, a user's code
+            return _raised(error)
+
     async def one(arguments: Any) -> Any:
         async with turns:
             try:
-                return await asyncio.wait_for(function(*arguments), part.deadline_seconds)
+                return await asyncio.wait_for(called(arguments), part.deadline_seconds)
             except TimeoutError:
                 return _too_slow(part.deadline_seconds)
-            except Exception as error:  # noqa: BLE001, whatever a user's function raises
+            except asyncio.CancelledError as error:  # raised by the function: nobody cancels
                 return _raised(error)
 
     return list(await asyncio.gather(*map(one, calls)))
 
 
-def _raised(error: Exception) -> RewardFailure:
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{Path(place.filename).name}:{place.lineno}"
-    return RewardFailure(f"raised {type(error).__name__}: {error} ({where})")
+def _raised(error: BaseException) -> RewardFailure:
+    return RewardFailure(f"raised {type(error).__name__}: {error} ({where_raised(error)})")
 
 
 def _too_slow(seconds: float) -> RewardFailure:

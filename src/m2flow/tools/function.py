@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import typing
 from collections.abc import Callable, Mapping
@@ -19,7 +20,8 @@ class FunctionTool:
     A call that takes too long is left to itself.
 
     Args:
-        function: takes texts, numbers and truth values, and returns what has a text.
+        function: takes texts, numbers and truth values, and returns what has a text; it may be a
+            coroutine function, which is run to its end.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -45,7 +47,8 @@ class FunctionTool:
             bound = self._signature.bind(**arguments)
         except TypeError as error:
             raise ToolError(str(error)) from None
-        return str(self._function(*bound.args, **bound.kwargs))
+        found = self._function(*bound.args, **bound.kwargs)
+        return str(asyncio.run(found) if inspect.iscoroutine(found) else found)
 
     def close(self) -> None:
         """A function holds nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,4 +79,7 @@ def _function(path: str, options: Mapping[str, Any]) -> Tool:
 
     if options:
         raise UserError("a function has no options", key=f"tools.{path}", value=dict(options))
-    return FunctionTool(user_function(path, "tools"))
+    function = user_function(path, "tools")
+    if inspect.isclass(function):
+        raise UserError("is a class", key="tools", value=path, expected="a function")
+    return FunctionTool(function)

@@ -40,7 +40,7 @@ def policy(encoder: str, kind: str, chunk: int = 3) -> ActorCritic:
         return mlp_actor_critic(5, actions=kind, chunk=chunk, **spaces)
     cameras = ("image", "wrist_image")
     return cnn_actor_critic(
-        32, actions=kind, chunk=chunk, cameras=cameras, state_size=5, features=32, **spaces
+        (32, 32), actions=kind, chunk=chunk, cameras=cameras, state_size=5, features=32, **spaces
     )
 
 
@@ -225,15 +225,21 @@ def test_what_does_not_fit_is_said(arguments: dict[str, object], said: str) -> N
         mlp_actor_critic(5, **arguments)
 
 
-def test_unknown_cameras_are_refused() -> None:
-    with pytest.raises(UserError, match="no camera 'depth'"):
-        cnn_actor_critic(32, actions="categorical", count=2, cameras=("depth",))
+def test_pictures_that_are_too_small_are_refused() -> None:
+    with pytest.raises(UserError, match=r"too small \(got '32x20'\); expected at least 24 pixels"):
+        cnn_actor_critic((32, 20), actions="categorical", count=2)
+
+
+def test_pictures_need_not_be_square() -> None:
+    model = cnn_actor_critic((40, 60), actions="categorical", count=2, cameras=("left", "right"))
+    seen = {name: torch.zeros(3, 40, 60, 3, dtype=torch.uint8) for name in ("left", "right")}
+    assert model.act(seen, seeds=[0, 1, 2]).actions.shape == (3, 1, 1)
 
 
 def test_reinforce_learns_from_pixels() -> None:
     """A picture with a bright left or right half; the action must name the half."""
     torch.manual_seed(0)
-    model = cnn_actor_critic(32, actions="categorical", count=2, features=32)
+    model = cnn_actor_critic((32, 32), actions="categorical", count=2, features=32)
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
     side = torch.arange(64) % 2
     image = torch.zeros(64, 32, 32, 3, dtype=torch.uint8)

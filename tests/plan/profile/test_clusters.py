@@ -61,6 +61,7 @@ def test_a_collective_stays_on_the_machine_that_the_text_describes() -> None:
         ("1x8xH1000", "H100"),
         ("1x8xTPU", "cluster"),
         ("2x8x8xH100", "not machines"),
+        ("16385xH100", "too many lanes (got '16385xH100'); expected 16384 at most"),
     ],
 )
 def test_what_is_no_cluster_is_said_in_one_line(text: str, says: str) -> None:

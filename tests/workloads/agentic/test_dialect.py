@@ -67,6 +67,10 @@ def test_an_answer_is_encoded_whole_or_cut_and_marked(tags: TagDialect, text: st
         assert (len(ids), num_cut) == (22, 1)
 
 
+def test_half_a_surrogate_pair_is_no_character(tags: TagDialect) -> None:
+    assert tags.result_ids([ToolResult("a\ud800")]) == tags.result_ids([ToolResult("a?")])
+
+
 def test_an_answer_of_megabytes_is_cut_without_being_read(tags: TagDialect) -> None:
     ids, num_cut = tags.result_ids([ToolResult("x" * 50_000_000)])
     assert (len(ids), num_cut) == (22, 1)

@@ -6,20 +6,25 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import m2flow
 from m2flow.environments import make_environments
 from m2flow.environments.deadlines import Deadlines
 from m2flow.errors import UserError
+from m2flow.observe.jsonl import read_rows
 from m2flow.plan import build_plan
+from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+from m2flow.workloads.embodied.workers.film import encoded
 
 HERE = Path(__file__).parent
 COUNTING = "counting:Counting"
@@ -156,6 +161,31 @@ def test_an_episode_that_fails_is_counted_and_the_run_goes_on(changes: dict[str,
     assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
 
 
+def test_an_episode_that_fails_has_no_film(tmp_path: Path) -> None:
+    """One of even seed raises at its third step; before, its film had two sizes, and ended all."""
+    run = train(
+        {
+            **SMALL,
+            "mode": "eager",
+            "steps": 1,
+            "environment": {"name": COUNTING, "options": {"fails_at": 3}},
+            "evaluation": {"episodes": 6, "films": 6},
+        },
+        run_dir=tmp_path / "run",
+    )
+    (row,) = [row for row in read_rows(run / "metrics.jsonl").rows if row["step"] == 1]
+    films = len(list((run / "films").glob("step_000001_*.webp")))
+    assert films == row["eval/episodes"]
+    assert 0 < films < 6
+
+
+def test_a_film_has_one_size() -> None:
+    pictures = [torch.full((size, size, 3), 10 * size, dtype=torch.uint8) for size in (16, 24, 2)]
+    film = Image.open(BytesIO(encoded(pictures)))
+    assert film.size == (16, 16)
+    assert film.n_frames == 3
+
+
 @pytest.mark.parametrize("fault", ["kill", "hang", "nan", "raise", "noreset"])
 def test_faults_of_real_processes_cost_episodes_and_not_the_run(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -238,7 +268,7 @@ def test_rollouts_of_a_group_begin_alike() -> None:
         ({"replay": {"updates": 3}}, "replay: ppo has no use for it"),
         ({"policy": {"chunk": 5}}, "rollout.horizon: a rollout does not hold whole chunks"),
         ({"policy": {"distribution": "gaussian"}}, "policy.distribution: counting takes choices"),
-        ({"policy": {"kind": "cnn"}}, "image: counting gives no such observation"),
+        ({"policy": {"kind": "cnn"}}, "policy.cameras: counting has no such picture (got 'image')"),
         ({"environment": {"name": "table:rech"}}, "did you mean 'reach'"),
     ],
 )

@@ -203,7 +203,9 @@ def test_groups_larger_than_the_rollouts_are_refused() -> None:
 
 
 def test_pictures_and_tasks_that_are_not_there_are_refused() -> None:
-    assert "one of image, state" in refused({"policy.cameras": ["wrist_image"]})
+    assert "has no such picture (got 'wrist_image'); expected 'image'" in refused(
+        {"policy.cameras": ["wrist_image"]}
+    )
     assert "did you mean 'reach'" in refused({"environment.name": "table:reech"})
     assert "did you mean 'table'" in refused({"environment.name": "tabel:reach"})
     line = refused({"environment.name": "gymnasium:CartPole-v1"})

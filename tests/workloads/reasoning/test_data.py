@@ -79,7 +79,13 @@ BAD_ROWS = [
     ("[1, 2]", "JSON list"),
     ('{"question": "", "answer": "5"}', "'question' is not a text"),
     ('{"question": ["2+3?"], "answer": "5"}', "'question' is not a text"),
-    ('{"question": "2+3?"}', "'answer' is neither"),
+    ('{"question": "2+3?"}', "has no 'answer', only 'question'"),
+    ('{"question": "2+3?", "answer": NaN}', "'answer' is not finite"),
+    (
+        r'{"question": "2+\ud8003?", "answer": "5"}',
+        r"'question' holds '\ud800', which is no character",
+    ),
+    (r'{"question": "2+3?", "answer": "5\udfff"}', r"'answer' holds '\udfff'"),
     ('{"question": "2+3?", "answer": null}', "'answer' is neither"),
     ('{"question": "2+3?", "answer": true}', "'answer' is neither"),
     ('{"question": "2+3?", "answer": "so it is ####  "}', "no final answer"),
@@ -108,6 +114,13 @@ def test_bad_rows_are_skipped_with_one_warning(
     assert [problem.metadata["line"] for problem in problems] == [1, len(BAD_ROWS) + 2]
     [record] = caplog.records
     assert f"left out {len(BAD_ROWS)} unusable rows (first: line 2:" in record.getMessage()
+
+
+def test_a_cell_of_a_csv_file_may_be_long(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"question,answer\n{'x' * 200_000},5\n", encoding="utf-8")
+    [problem] = read_problems(path)
+    assert len(problem.prompt) > 200_000
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:

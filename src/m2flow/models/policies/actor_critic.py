@@ -34,7 +34,8 @@ from m2flow.models.policies.protocol import (
     seed_tensor,
 )
 
-_CAMERAS = ("image", "wrist_image")
+SMALLEST_PICTURE = 24
+"""Pixels of a side: what the convolutions leave of fewer is nothing."""
 
 SMALLEST_VARIANCE = 1e-8
 """Of a state's coordinate: a solver's jitter around a constant is not to be seen as information."""
@@ -228,11 +229,11 @@ class PixelEncoder(Encoder):
     """
 
     def __init__(
-        self, image_size: int, cameras: Sequence[str], state_size: int, features: int
+        self, picture: tuple[int, int], cameras: Sequence[str], state_size: int, features: int
     ) -> None:
         super().__init__()
         self.cameras, self.features = tuple(cameras), features
-        first = (8, 4) if image_size >= 64 else (4, 2)
+        first = (8, 4) if min(picture) >= 64 else (4, 2)
         layers: list[nn.Module] = []
         channels = 3 * len(self.cameras)
         for width, (kernel, stride) in zip((32, 64, 64), (first, (4, 2), (3, 1)), strict=True):
@@ -241,7 +242,7 @@ class PixelEncoder(Encoder):
             channels = width
         self.convolutions = nn.Sequential(*layers, nn.Flatten())
         with torch.no_grad():
-            empty = torch.zeros(1, 3 * len(self.cameras), image_size, image_size)
+            empty = torch.zeros(1, 3 * len(self.cameras), *picture)
             flat = self.convolutions(empty).shape[1]
         self.norm = RunningNorm(state_size) if state_size else None
         joined = nn.Linear(flat + state_size, features)
@@ -313,7 +314,7 @@ def mlp_actor_critic(
 
 
 def cnn_actor_critic(
-    image_size: int,
+    picture: tuple[int, int],
     *,
     actions: str,
     low: Sequence[float] | None = None,
@@ -324,14 +325,22 @@ def cnn_actor_critic(
     state_size: int = 0,
     features: int = 256,
 ) -> ActorCritic:
-    """Build a policy over square pictures, whose critic shares the convolutions."""
-    unknown = sorted(set(cameras) - set(_CAMERAS))
-    if unknown or not cameras or image_size < 24:
+    """Build a policy over pictures, whose critic shares the convolutions.
+
+    Args:
+        picture: height and width of each camera's.
+        actions, low, high, count, chunk: see `action_head`.
+        cameras: names of the observed pictures.
+        state_size: figures of the state that is seen beside them; 0 for none.
+        features: width of what the heads are given.
+    """
+    if min(picture) < SMALLEST_PICTURE:
         raise UserError(
-            f"no camera {unknown[0]!r}" if unknown else "pictures are missing or too small",
+            "its pictures are too small",
             key="policy.cameras",
-            expected=f"cameras of {', '.join(_CAMERAS)}, at least 24 pixels",
+            value=f"{picture[0]}x{picture[1]}",
+            expected=f"at least {SMALLEST_PICTURE} pixels of height and width",
         )
-    encoder = PixelEncoder(image_size, cameras, state_size, features)
+    encoder = PixelEncoder(picture, cameras, state_size, features)
     head = action_head(actions, features, low=low, high=high, count=count, chunk=chunk)
     return ActorCritic(encoder, None, head)

@@ -14,6 +14,9 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.plan.profile.hardware import Device, device_named
 
+MOST_LANES = 16_384
+"""A choice for more would take minutes."""
+
 EXAMPLES = "16x8xH100, 1x8xA100-80GB, 2x8xH100+1x16xL40S or 1x32xCPU"
 
 
@@ -84,9 +87,13 @@ def parse_cluster(text: str, key: str = "cluster") -> Cluster:
         key: whose value it is, for errors.
 
     Raises:
-        UserError: a part does not parse, counts nothing, or names a device without figures.
+        UserError: a part does not parse, counts nothing, or names a device without figures; or
+            there are more than MOST_LANES.
     """
-    return Cluster(tuple(_machines(part, text, key) for part in text.split("+")))
+    cluster = Cluster(tuple(_machines(part, text, key) for part in text.split("+")))
+    if cluster.num_lanes > MOST_LANES:
+        raise UserError("has too many lanes", key=key, value=text, expected=f"{MOST_LANES} at most")
+    return cluster
 
 
 def _machines(part: str, text: str, key: str) -> Machines:

@@ -156,7 +156,14 @@ def device_named(name: str, key: str = "cluster") -> Device:
         hint = suggestion(name.strip().upper(), DEVICES)
         if name.strip().lower() == "a100":
             hint = "say A100-40GB or A100-80GB"
-        raise UserError("no figures for such a device", key=key, value=name, hint=hint)
+        known = ", ".join(DEVICES)
+        raise UserError(
+            "no figures for such a device",
+            key=key,
+            value=name,
+            expected=f"one of {known}",
+            hint=hint,
+        )
     return device
 
 

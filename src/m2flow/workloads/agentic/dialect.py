@@ -73,6 +73,7 @@ class _TokenWriter:
     limit: int
 
     def literal(self, text: str) -> list[int]:
+        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no character
         ids: list[int] = self.tokenizer(
             text, add_special_tokens=False, split_special_tokens=True
         )["input_ids"]  # fmt: skip

@@ -35,6 +35,22 @@ def run_of(checkpoint: Path) -> Path | None:
     return next(found, None)
 
 
+def check_model(path: Path) -> None:
+    """Refuse what cannot be the model of a command: nothing, or a run in place of its checkpoint.
+
+    Raises:
+        UserError: names what would do.
+    """
+    if not path.exists():
+        raise UserError("no such file or folder", key="MODEL", value=str(path))
+    if RunDirectory(path).config.is_file():
+        checkpoint = RunDirectory(path).checkpoints / "latest"
+        raise UserError(
+            "is a run, and has a model for each checkpoint", key="MODEL", value=str(path),
+            hint=f"name one of them, such as {checkpoint}",
+        )  # fmt: skip
+
+
 def recipe_of(run: Path) -> Recipe:
     """The recipe of a run."""
     return validated(read_yaml(RunDirectory(run).config))

@@ -66,6 +66,7 @@ class Stopping:
     def _heard(self, number: int, _frame: FrameType | None) -> None:
         self._count += 1
         if self._count > 2:
+            os.write(2, f"{signal.Signals(number).name} once more: ended at once\n".encode())
             os._exit(128 + number)  # lanes, cluster and shared memory end with the process
         first, self.asked = self.asked is None, self.asked or number
         if not first or not self._patient:

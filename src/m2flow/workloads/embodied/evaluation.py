@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from m2flow.algorithms.confidence import wilson
-from m2flow.errors import UserError
+from m2flow.errors import RunFailed, UserError
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.recipe import Recipe
@@ -33,6 +33,14 @@ def examine(asked: Examination) -> dict[str, Any]:
     from m2flow.runtime.driver.launch import launch
 
     recipe: Recipe | None
+    if asked.samples > 1:
+        raise UserError(
+            "each start has one episode",
+            key="--samples",
+            value=asked.samples,
+            expected="1",
+            hint="--limit says how many episodes",
+        )
     if asked.data is not None:
         recipe = read_recipe(asked.data, {"model": str(asked.model)})
     else:
@@ -59,6 +67,8 @@ def examine(asked: Examination) -> dict[str, Any]:
     ) as running:  # fmt: skip
         result = running.run_method("evaluate", starts)
     figures = experiment.evaluation(result)
+    if not figures["eval/episodes"]:
+        raise RunFailed(f"all {count} episodes of {recipe.environment.name} failed")
     tasks = experiment.success_by_task(starts, result)
     low, high = wilson(figures["eval/success"], figures["eval/episodes"])
     return {

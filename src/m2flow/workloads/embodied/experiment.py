@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from m2flow.algorithms.sampling import derive_seed
-from m2flow.environments import make_environments, rendering
-from m2flow.environments.registry import maker, variables_of
+from m2flow.environments import Deadlines, make_environments, rendering
+from m2flow.environments.registry import is_light, maker, variables_of
 from m2flow.environments.spec import EnvironmentSpec
+from m2flow.environments.trial import made, try_out
 from m2flow.errors import UserError
 from m2flow.flow import Batch
 from m2flow.runtime.driver.runner import StepResult
@@ -160,8 +161,10 @@ class EmbodiedExperiment:
         return figures
 
     def evaluation(self, result: StepResult) -> dict[str, float]:
-        """The figures of an evaluation."""
+        """The figures of an evaluation; where no episode came to an end, their number alone."""
         figures = episode_figures(result.output)
+        if not figures["episodes/finished"]:
+            return {"eval/episodes": 0.0}
         names = {"episodes/success_once": "eval/success", "episodes/return": "eval/return",
                  "episodes/success": "eval/success_at_end", "episodes/length": "eval/length",
                  "episodes/finished": "eval/episodes"}  # fmt: skip
@@ -187,9 +190,12 @@ class EmbodiedExperiment:
 
     def alarms(self, result: StepResult) -> Sequence[str]:
         """That episodes were given up; how many, the metrics say of each step."""
-        if any(int(count) for count in result.output["failed"]):
-            return ["a simulator crashed, hung or gave NaN: its episode is not trained on"]
-        return ()
+        if not any(int(count) for count in result.output["failed"]):
+            return ()
+        found = ["a simulator crashed, hung or gave NaN: its episode is not trained on"]
+        if not any(result.output["episodes"]):
+            found.append("no episode came to an end: there is nothing to learn from")
+        return found
 
     def films(self, result: StepResult) -> Sequence[bytes]:
         """Those of an evaluation's first episodes, where the environment can draw itself."""
@@ -208,8 +214,8 @@ def spec_of(recipe: EmbodiedRecipe) -> EnvironmentSpec:
     """What the recipe's environment takes and gives, from one that is made for it.
 
     Raises:
-        UserError: there is no such environment, nothing can draw its pictures, or there is no
-            expert for the demonstrations.
+        UserError: there is no such environment, it does not do what it says, nothing can draw its
+            pictures, or there is no expert for the demonstrations.
     """
     section = recipe.environment
     if section.python is not None:
@@ -217,10 +223,13 @@ def spec_of(recipe: EmbodiedRecipe) -> EnvironmentSpec:
     simulated = section.name, section.arguments
     # Refuses where nothing can draw. MuJoCo reads them when it is imported, by the maker.
     rendering.use_here(variables_of(*simulated), required=False)
-    environment = maker(*simulated)()
+    environment = made(section.name, maker(*simulated))
     if recipe.warmup.steps:
         expert_of(recipe, environment)
-    environment.close()
+    if is_light(section.name) and not section.processes:
+        try_out(environment, section.name, min(recipe.deadline_seconds, Deadlines().reset))
+    else:
+        environment.close()
     return environment.spec
 
 

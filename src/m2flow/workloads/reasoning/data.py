@@ -10,6 +10,7 @@ file is said with its name and line. Knows nothing of tasks' order or splits.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -182,6 +183,10 @@ def _problem(
     turns = _turns(question)
     if not turns and (not isinstance(question, str) or not question.strip()):
         raise BadRowError(f"{question_column!r} is not a text: {question!r}")
+    if answer_column.partition(".")[0] not in row:
+        raise BadRowError(f"has no {answer_column!r}, only {', '.join(map(repr, row))}")
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise BadRowError(f"{answer_column!r} is not finite: {answer}")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str):
@@ -190,9 +195,21 @@ def _problem(
     if not gold:
         raise BadRowError(f"{answer_column!r} holds no final answer: {answer[-80:]!r}")
     prompt = turns[-1]["content"] if turns else template.replace("{question}", question)
+    _check_characters(question_column, prompt, *(turn["content"] for turn in turns))
+    _check_characters(answer_column, gold)
     used = {question_column, answer_column}
     others = {name: value for name, value in row.items() if name not in used}
     return Problem(prompt, gold, others, turns[:-1])
+
+
+def _check_characters(column: str, *texts: str) -> None:
+    """Refuse half a surrogate pair, which JSON can say and no encoding can."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            wrong = text[error.start]
+            raise BadRowError(f"{column!r} holds {wrong!r}, which is no character") from None
 
 
 def _turns(question: Any) -> tuple[dict[str, str], ...]:

@@ -22,6 +22,9 @@ is read as JSON lines unless it says that it is CSV, Parquet or Arrow."""
 
 BATCH_ROWS = 1024
 
+LONGEST_CELL = 1 << 30
+"""Characters of a cell of a CSV file, where Python's own limit is 131,072."""
+
 
 class BadRowError(Exception):
     """Why one row cannot be used."""
@@ -95,6 +98,7 @@ def _commas(file: Path) -> Iterator[FileRow]:
     """Rows below a line of column names; a cell may hold lines of its own."""
     try:
         with file.open(newline="", encoding="utf-8-sig") as opened:
+            csv.field_size_limit(LONGEST_CELL)
             reader = csv.DictReader(opened, strict=True)
             for row in reader:
                 yield FileRow(file, reader.line_num, partial(_complete, row))

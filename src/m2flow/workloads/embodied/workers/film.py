@@ -19,7 +19,7 @@ def encoded(pictures: Sequence[Tensor] | None) -> bytes:
     """The film; empty where there are no pictures, or no Pillow to write them.
 
     Args:
-        pictures: uint8 [H, W, 3] each.
+        pictures: uint8 [H, W, 3] each; all are shown in the size of the first.
     """
     if not pictures:
         return b""
@@ -35,7 +35,7 @@ def encoded(pictures: Sequence[Tensor] | None) -> bytes:
         file,
         "WEBP",
         save_all=True,
-        append_images=rest,
+        append_images=[one if one.size == first.size else one.resize(first.size) for one in rest],
         duration=FRAME_MILLISECONDS,
         loop=0,
         quality=60,

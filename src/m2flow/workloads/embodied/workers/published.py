@@ -49,8 +49,8 @@ def vision_language_action(
             expected="mlp or cnn",
             hint="or give it one: environment.options.instruction" if _takes_one(spec) else None,
         )
-    for camera in section.cameras:
-        spec.observation(camera)
+    for camera in section.cameras:  # each is resized by itself
+        spec.picture_size([camera])
     spec.action.require(spec.action.size)  # no choices
     import_torchvision()  # before whatever imports it in a way that fails
     folder = None if tiny else model

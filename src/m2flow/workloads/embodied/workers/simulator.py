@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from m2flow.environments.registry import FAMILIES
+from m2flow.environments.registry import is_light
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Place, Worker, stage
 from m2flow.workloads.embodied.config import EnvironmentSection
@@ -74,8 +74,7 @@ class Simulator(Worker):
     def _processes(self) -> int:
         if self.environment.processes is not None:
             return self.environment.processes
-        family = FAMILIES.get(self.environment.name.partition(":")[0])
-        here = (family is None or family.light) and self.environment.python is None
+        here = is_light(self.environment.name) and self.environment.python is None
         return 0 if here else self.place.num_threads
 
     @stage(sticky=True)
@@ -129,9 +128,11 @@ class Simulator(Worker):
             over = recordings.add(mine, some, outcome).nonzero()[0].tolist()
             ended |= bool(over)
             for place in over:
+                number = numbers[places[place]]
                 if not outcome.failed[place]:
-                    terminated = bool(outcome.terminated[place])
-                    recordings.end(numbers[places[place]], terminated=terminated)
+                    recordings.end(number, terminated=bool(outcome.terminated[place]))
+                elif not recordings.told[number].episodes:
+                    recordings.told[number].film = None  # of an episode that does not count
         self._film(numbers)
         done = recordings.over(rows, self.horizon)
         columns = {"turn": acted["turn"] + 1, "done": torch.from_numpy(done)}

@@ -87,9 +87,8 @@ class PolicySource:
             "chunk": section.chunk,
         }
         if section.kind == "cnn":
-            side = spec.observation(section.cameras[0]).shape[0]
             return cnn_actor_critic(
-                side,
+                spec.picture_size(section.cameras),
                 cameras=section.cameras,
                 state_size=0 if state is None else state.shape[0],
                 features=section.features,

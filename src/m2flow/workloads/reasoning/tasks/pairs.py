@@ -5,11 +5,14 @@ One pair in sixteen is held out, for every seed the same, and so is the pair the
 
 from __future__ import annotations
 
+import logging
 import random
 from abc import ABC, abstractmethod
 
 from m2flow.errors import UserError
 from m2flow.workloads.reasoning.tasks.problem import Problem, generator, reserved
+
+_log = logging.getLogger(__name__)
 
 
 class PairTask(ABC):
@@ -61,6 +64,8 @@ class PairTask(ABC):
             pair = self.draw_pair(draw)
             if self._is_reserved(pair):
                 pairs[pair] = None
+        if len(pairs) < count:
+            _log.warning("%s: %d problems are held out: there are no more", self.name, len(pairs))
         return [self._problem(pair) for pair in pairs]
 
     def training_pair(self, draw: random.Random) -> tuple[int, int]:

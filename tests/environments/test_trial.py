@@ -1,0 +1,212 @@
+"""What an environment does otherwise than it says is found before a run, in one line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from m2flow.environments import Environment, Transition
+from m2flow.environments.environment import Array
+from m2flow.environments.gymnasium import GymnasiumEnvironment
+from m2flow.environments.registry import maker
+from m2flow.environments.slots import RESET_ATTEMPTS
+from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec
+from m2flow.environments.trial import made, try_out
+from m2flow.errors import UserError
+
+SPEC = EnvironmentSpec(
+    "mine", 1, (ObservationSpec("state", (3,)),), ActionSpec(2, (-1.0, 0.0), (1.0, np.inf))
+)
+
+
+class Mine(Environment):
+    """Does what it says."""
+
+    def __init__(self) -> None:
+        self.spec, self.closed = SPEC, False
+
+    def reset(self, seed: int, initial_state: int | None) -> None:
+        self.seed = seed
+
+    def step(self, action: Array) -> Transition:
+        assert action.tolist() == [0.0, 0.0]
+        assert action.dtype == np.float32
+        return Transition(1.0)
+
+    def observe(self) -> Mapping[str, Array]:
+        return {"state": np.zeros(3, np.float32)}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Unspoken(Mine):
+    """Has no spec."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class OfFour(Mine):
+    """Says that it is four."""
+
+    def __init__(self) -> None:
+        self.spec = replace(SPEC, num_envs=4)
+
+
+class Unmade(Mine):
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise OSError("no licence\nand more")
+
+
+class Leaves(Mine):
+    """Ends its process."""
+
+    def reset(self, seed: int, initial_state: int | None) -> None:
+        raise SystemExit(3)
+
+
+class Scalar(Mine):
+    """Gives an observation that NumPy would stretch."""
+
+    def observe(self) -> Mapping[str, Array]:
+        return {"state": np.float32(0.5)}  # type: ignore[dict-item]
+
+
+class Nameless(Mine):
+    """Gives an observation of another name."""
+
+    def observe(self) -> Mapping[str, Array]:
+        return {"obs": np.zeros(3, np.float32)}
+
+
+class FourTuple(Mine):
+    """Answers as older interfaces do."""
+
+    def step(self, action: Array) -> Any:
+        return {}, 1.0, False, {}
+
+
+class Sleeps(Mine):
+    """Never comes back."""
+
+    def step(self, action: Array) -> Transition:
+        time.sleep(3600)
+        raise AssertionError
+
+
+class Sometimes(Mine):
+    """Fails at first."""
+
+    def reset(self, seed: int, initial_state: int | None) -> None:
+        if seed < RESET_ATTEMPTS - 1:
+            raise OSError("not now")
+
+
+def tried(make: Callable[[], Environment], seconds: float = 30.0) -> Environment:
+    environment = made("my:Mine", make)
+    try_out(environment, "my:Mine", seconds)
+    return environment
+
+
+@pytest.mark.parametrize("make", [Mine, Sometimes])
+def test_one_that_works_is_tried_and_closed(make: type[Mine]) -> None:
+    environment = tried(make)
+    assert isinstance(environment, Mine)
+    assert environment.closed
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Unspoken, "does not say what it takes and gives .*EnvironmentSpec"),
+        (OfFour, "does not say what it takes and gives .*num_envs=1"),
+        (Unmade, r"cannot be made: OSError: no licence \(test_trial.py:\d+\)"),
+        (Leaves, r"first step cannot be taken: SystemExit: 3 \(test_trial.py:\d+\)"),
+        (Scalar, r"ValueError: observation 'state' is \(\), and its spec says \(3,\)"),
+        (Nameless, "KeyError: 'state'"),
+        (FourTuple, "`step` gives a tuple .*expected a Transition"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(make: type[Mine], said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        tried(make)
+    assert "my:Mine" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_that_hangs_is_refused_after_its_deadline() -> None:
+    with pytest.raises(
+        UserError, match=r"not come back .* within 0\.2 s.*environment\.processes=1"
+    ):
+        tried(Sleeps, seconds=0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"foo": 1}, "cannot be made: TypeError: .*'foo'"),
+        ({"render_mode": "human"}, "cannot be made: TypeError: .*render_mode"),
+        ({"pixels": "big"}, r"environment\.pixels: is no size of a picture \(got 'big'\)"),
+        ({"pixels": -5}, r"environment\.pixels: is no size of a picture \(got -5\)"),
+        ({"max_episode_steps": 0}, "cannot be made: "),
+    ],
+)
+def test_options_that_gymnasium_refuses(options: dict[str, object], said: str) -> None:
+    pytest.importorskip("gymnasium")
+    with pytest.raises(UserError, match=said) as caught:
+        made("gymnasium:CartPole-v1", maker("gymnasium:CartPole-v1", options))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_environment_of_gymnasium_that_answers_as_older_ones_did() -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Older(gymnasium.Env):  # type: ignore[misc, name-defined]
+        observation_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, seed: int | None = None) -> Any:
+            return np.zeros(3, np.float32)
+
+    with pytest.raises(UserError, match=r"first step cannot be taken: .*(unpack|unexpected)"):
+        tried(partial(GymnasiumEnvironment.of_class, "my:Older", Older))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: ObservationSpec("state", (3,), "float64"), "'float64'.*float32 or uint8"),
+        (lambda: ActionSpec(0, (), ()), "an action has figures"),
+        (lambda: ActionSpec(2, (0.0,), (1.0, 1.0)), "an action has figures"),
+        (lambda: ActionSpec(1, (1.0,), (0.0,)), "the wrong way round"),
+        (lambda: ActionSpec.discrete(0), "wrong way round|no choice"),
+        (lambda: replace(SPEC, max_episode_steps=0), "max_episode_steps.*at least 1"),
+    ],
+)
+def test_a_spec_that_cannot_be(wrong: Callable[[], object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        wrong()
+
+
+def test_pictures_are_asked_for_by_their_own_names() -> None:
+    left, right = (ObservationSpec(name, (40, 60, 3), "uint8") for name in ("left", "right"))
+    small = ObservationSpec("small", (20, 20, 3), "uint8")
+    spec = replace(SPEC, observations=(*SPEC.observations, left, right, small))
+    assert spec.picture_size(("left", "right")) == (40, 60)
+    with pytest.raises(
+        UserError, match=r"policy\.cameras: .*'image'.*'left' or 'right' or 'small'"
+    ):
+        spec.picture_size(("image",))
+    with pytest.raises(UserError, match="differ in size"):
+        spec.picture_size(("left", "small"))
+    with pytest.raises(UserError, match="it has none"):
+        SPEC.picture_size(("image",))
