@@ -2,7 +2,8 @@
 
 Workloads stand in `workloads/`: four frozen ones on which the planner was built, what two of them
 were before, and four made of recipes. On each, a run in mode `auto` finds its plan from its first
-step on, and `try3` finds one by three steps of each fixed mode (`mode_runs.py`). Then the fixed
+step on, and `try3` finds one by three steps of each fixed mode (`mode_runs.py`), both on lanes that
+have loaded the workload once. Then the fixed
 modes, the plan that `auto` settled on and a twin of one mode take the same steps from the same
 model with the same seeds, in turn, block by block, so that whatever else happens on the machine
 happens to all of them. A block has fresh workers, on the same lanes as every other: nothing else
@@ -120,7 +121,9 @@ def compared(workload: Workload, options: argparse.Namespace) -> Result:
         records[mode] = Record(replace(plan, max_staleness=workload.max_staleness))
     blocks = options.blocks or (1 if options.quick else 2)
     with closing(LanePool(workloads.LANES)) as pool:
-        auto = None
+        auto, first = None, records[FIXED[0]].plan
+        with launch(workload.make_flow(), items_per_step=workload.items, plan=first, lanes=pool):
+            pass  # lanes have then imported what workers need, whoever is timed first
         if not options.fixed:
             auto = run_auto(workload, pool, RACED)
             records[AUTO] = Record(auto.plan)

@@ -36,6 +36,12 @@ STEPS = {
     "judged": "GRPO, a heavy verifier",
     "cart_pole": "episodes of a batched simulator",
 }
+OF_RECIPES = {
+    "wider": "the quick start with a wider model",
+    "with_reference": "with log-probabilities computed again, and a reference",
+    "one_step_ahead": "the quick start, one step ahead",
+    "ppo_one_minibatch": "PPO with one mini-batch",
+}
 IN_TURNS = {
     "fast": "a fast simulator",
     "slow": "a slow simulator",
@@ -99,15 +105,15 @@ def auto() -> Table:
     return header, rows
 
 
-def modes(file: str = "modes") -> Table:
+def modes(*files: str) -> Table:
     """Milliseconds a step under each mode."""
     rows = []
-    for name, found in read(file)["results"].items():
+    for name, found in (pair for file in files for pair in read(file)["results"].items()):
         if "milliseconds_per_step" not in found:
             continue
         taken = found["milliseconds_per_step"]
         cells = [f"{taken[mode]:,.0f}" for mode in (*MODES, "auto")]
-        title = (STEPS | IN_TURNS)[name]
+        title = (STEPS | OF_RECIPES | IN_TURNS)[name]
         rows.append((title, *cells, f"{found['predicted_milliseconds']['auto']:,.0f}"))
     header = "workload | `collocated` | `disaggregated` | `hybrid` | `auto` | predicted"
     return header, rows
@@ -395,7 +401,7 @@ TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
                             "start_up")),
     "quickstart_modes": (quickstart_modes, ("quickstart_modes",)),
     "auto": (auto, ("auto", "auto_judged")),
-    "modes": (modes, ("modes",)),
+    "modes": (partial(modes, "modes", "modes_recipes"), ("modes", "modes_recipes")),
     "embodied": (partial(modes, "embodied"), ("embodied",)),
     "groups": (groups, ("embodied",)),
     "emulated": (emulated, ("emulated_16", "emulated_128")),

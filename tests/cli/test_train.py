@@ -249,6 +249,21 @@ def test_an_interrupted_run(tiny: Path, m2flow: M2flow, monkeypatch: pytest.Monk
     )
 
 
+def test_a_stage_that_calls_exit(
+    tiny: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it ended the command in silence, with its own exit code."""
+
+    def score(*arguments: Any) -> float:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(verifier, "weighted_sum", score)
+    outcome = m2flow("train", tiny, "--run-dir", "run")
+    assert outcome.code == 1
+    assert outcome.err.startswith("failed: SystemExit: 0\n")
+    assert json.loads(Path("run/run.json").read_text())["why"] == "SystemExit: 0"
+
+
 @pytest.mark.slow
 def test_a_stage_that_raises_on_a_lane(
     tiny: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch

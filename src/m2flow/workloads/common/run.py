@@ -104,7 +104,7 @@ class Training:
             ended = Stopped(self._stopping.asked, self._how_far())
             self._note_end(ended)
             raise ended from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a stage of the user's may call `exit`
             self._note_end(error)
             raise
 
