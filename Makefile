@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart quickstart-embodied dev test test-browser chromium test-loggers test-vllm test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test test-browser chromium test-loggers test-vllm test-libero test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -60,6 +60,10 @@ VLLM_PYTHON ?= $(VENV)-vllm/bin/python
 test-vllm: $(if $(filter $(VENV)-vllm/%,$(VLLM_PYTHON)),$(VENV)-vllm/.installed) ## the tests of vLLM with vLLM itself (VLLM_PYTHON=... or 3.5 GB are installed)
 	PYTHONPATH=src $(VLLM_PYTHON) -m pytest -m "vllm or not slow" \
 	  tests/generation/test_external_engines.py tests/workloads/reasoning/test_external_engines.py $(ARGS)
+
+test-libero: $(VENV)-libero/.installed ## LIBERO's own simulator, and vision-language-action policies (3 GB are installed)
+	$(VENV)-libero/bin/python -m pytest tests/environments/test_libero.py tests/models/policies \
+	  tests/workloads/embodied/test_libero_run.py tests/workloads/embodied/test_published.py $(ARGS)
 
 # The interpreter of TRL: by default that of the environment which benchmarks/peers_trl.py makes.
 test-trl: $(VENV)/.installed-dev ## our losses beside TRL's own (M2FLOW_TRL_PYTHON=... or its environment is made)
@@ -112,7 +116,7 @@ clean: ## remove caches and build output
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environment
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-audit $(VENV)-loggers
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-audit $(VENV)-loggers $(VENV)-libero
 
 # pip writes to a log, so that what is left on the terminal is what a person needs.
 # $(1): the extras, as in [dev]; $(2): what is being installed, in words.
@@ -152,6 +156,13 @@ $(VENV)-loggers/.installed: $(INPUTS) | $(VENV)/.installed-dev
 	$(BIN)/python -c "$(SITE)" >"$$($(VENV)-loggers/bin/python -c "$(SITE)")/development.pth"
 	$(VENV)-loggers/bin/python -m pip install --no-input --disable-pip-version-check --quiet \
 	  -e '.[dash,wandb,mlflow,trackio,swanlab]'
+	@touch $@
+
+$(VENV)-libero/.installed: $(INPUTS) | $(VENV)/.installed-dev
+	$(BIN)/python -m venv $(VENV)-libero
+	$(BIN)/python -c "$(SITE)" >"$$($(VENV)-libero/bin/python -c "$(SITE)")/development.pth"
+	$(VENV)-libero/bin/python -m pip install --no-input --disable-pip-version-check --quiet \
+	  -e '.[libero,vla]' -c constraints.txt
 	@touch $@
 
 SITE := import sysconfig; print(sysconfig.get_path('purelib'))
