@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart quickstart-embodied dev test test-browser chromium test-loggers test-vllm test-libero test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test test-browser chromium test-loggers test-vllm test-simulators test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -61,9 +61,10 @@ test-vllm: $(if $(filter $(VENV)-vllm/%,$(VLLM_PYTHON)),$(VENV)-vllm/.installed)
 	PYTHONPATH=src $(VLLM_PYTHON) -m pytest -m "vllm or not slow" \
 	  tests/generation/test_external_engines.py tests/workloads/reasoning/test_external_engines.py $(ARGS)
 
-test-libero: $(VENV)-libero/.installed ## LIBERO's own simulator, and vision-language-action policies (3 GB are installed)
-	$(VENV)-libero/bin/python -m pytest tests/environments/test_libero.py tests/models/policies \
-	  tests/workloads/embodied/test_libero_run.py tests/workloads/embodied/test_published.py $(ARGS)
+test-simulators: $(VENV)-simulators/.installed ## LIBERO, Meta-World, EnvPool and vision-language-action policies (2.7 GB are installed)
+	$(VENV)-simulators/bin/python -m pytest tests/models/policies \
+	  $(addprefix tests/environments/,test_envpool.py test_libero.py test_metaworld.py) \
+	  $(addprefix tests/workloads/embodied/,test_libero_run.py test_published.py) $(ARGS)
 
 # The interpreter of TRL: by default that of the environment which benchmarks/peers_trl.py makes.
 test-trl: $(VENV)/.installed-dev ## our losses beside TRL's own (M2FLOW_TRL_PYTHON=... or its environment is made)
@@ -116,7 +117,7 @@ clean: ## remove caches and build output
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environment
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-audit $(VENV)-loggers $(VENV)-libero
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-audit $(ON_TOP:%=$(VENV)-%)
 
 # pip writes to a log, so that what is left on the terminal is what a person needs.
 # $(1): the extras, as in [dev]; $(2): what is being installed, in words.
@@ -150,19 +151,15 @@ $(VENV)-audit/.installed:
 	@$(VENV)-audit/bin/python -m pip install --no-input --disable-pip-version-check --quiet 'pip-audit>=2.9,<3'
 	@touch $@
 
-# On top of the packages of $(VENV), which stay as they are: MLflow does not fit constraints.txt.
-$(VENV)-loggers/.installed: $(INPUTS) | $(VENV)/.installed-dev
-	$(BIN)/python -m venv $(VENV)-loggers
-	$(BIN)/python -c "$(SITE)" >"$$($(VENV)-loggers/bin/python -c "$(SITE)")/development.pth"
-	$(VENV)-loggers/bin/python -m pip install --no-input --disable-pip-version-check --quiet \
-	  -e '.[dash,wandb,mlflow,trackio,swanlab]'
-	@touch $@
-
-$(VENV)-libero/.installed: $(INPUTS) | $(VENV)/.installed-dev
-	$(BIN)/python -m venv $(VENV)-libero
-	$(BIN)/python -c "$(SITE)" >"$$($(VENV)-libero/bin/python -c "$(SITE)")/development.pth"
-	$(VENV)-libero/bin/python -m pip install --no-input --disable-pip-version-check --quiet \
-	  -e '.[libero,vla]' -c constraints.txt
+# On top of the packages of $(VENV), which stay as they are; MLflow does not fit constraints.txt.
+EXTRAS_loggers := dash,wandb,mlflow,trackio,swanlab
+EXTRAS_simulators := envpool,libero,metaworld,vla
+ON_TOP := loggers simulators
+$(ON_TOP:%=$(VENV)-%/.installed): $(VENV)-%/.installed: $(INPUTS) | $(VENV)/.installed-dev
+	$(BIN)/python -m venv $(VENV)-$*
+	$(BIN)/python -c "$(SITE)" >"$$($(VENV)-$*/bin/python -c "$(SITE)")/development.pth"
+	$(VENV)-$*/bin/python -m pip install --no-input --disable-pip-version-check --quiet \
+	  -e '.[$(EXTRAS_$*)]' $(if $(filter-out loggers,$*),-c constraints.txt)
 	@touch $@
 
 SITE := import sysconfig; print(sysconfig.get_path('purelib'))
