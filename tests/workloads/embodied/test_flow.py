@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,6 +178,15 @@ def test_an_episode_that_fails_has_no_film(tmp_path: Path) -> None:
     films = len(list((run / "films").glob("step_000001_*.webp")))
     assert films == row["eval/episodes"]
     assert 0 < films < 6
+
+
+def test_where_every_episode_fails_there_are_no_figures_of_them() -> None:
+    result: Any = SimpleNamespace(output={"episodes": [[], []], "failed": torch.tensor([1, 2])})
+    experiment = EmbodiedExperiment(recipe())
+    assert experiment.evaluation(result) == {"eval/episodes": 0.0}
+    assert [said.partition(":")[0] for said in experiment.alarms(result)] == [
+        "a simulator crashed, hung or gave NaN", "no episode came to an end",
+    ]  # fmt: skip
 
 
 def test_a_film_has_one_size() -> None:
