@@ -62,7 +62,7 @@ test-vllm: $(if $(filter $(VENV)-vllm/%,$(VLLM_PYTHON)),$(VENV)-vllm/.installed)
 	  tests/generation/test_external_engines.py tests/workloads/reasoning/test_external_engines.py $(ARGS)
 
 test-simulators: $(VENV)-simulators/.installed ## LIBERO, Meta-World, EnvPool and vision-language-action policies (2.7 GB are installed)
-	$(VENV)-simulators/bin/python -m pytest -m "not gpu" tests/models/policies \
+	M2FLOW_NEEDS_SIMULATORS=1 $(VENV)-simulators/bin/python -m pytest -m "not gpu" tests/models/policies \
 	  $(addprefix tests/environments/,test_envpool.py test_libero.py test_metaworld.py) \
 	  $(addprefix tests/workloads/embodied/,test_libero_run.py test_published.py) $(ARGS)
 

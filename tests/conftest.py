@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,22 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs the data sets in {folder}")
     return folder
+
+
+if os.environ.get("M2FLOW_NEEDS_SIMULATORS"):
+    # Where everything was installed for the tests, one that is skipped has failed.
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        report.outcome = "failed" if report.skipped else report.outcome
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        report = yield
+        report.outcome = "failed" if report.skipped else report.outcome
+        return report
 
 
 # The same examples every time: a suite that passed on a commit passes on it again. New examples are

@@ -260,8 +260,9 @@ def test_a_stage_that_calls_exit(
     monkeypatch.setattr(verifier, "weighted_sum", score)
     outcome = m2flow("train", tiny, "--run-dir", "run")
     assert outcome.code == 1
-    assert outcome.err.startswith("failed: SystemExit: 0\n")
-    assert json.loads(Path("run/run.json").read_text())["why"] == "SystemExit: 0"
+    why = "code that the run calls has called exit(0)"
+    assert f"RunFailed: {why}\n" in outcome.err
+    assert json.loads(Path("run/run.json").read_text())["why"] == why
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from m2flow.environments import Environment, Transition
-from m2flow.environments.environment import Array
+from m2flow.environments.environment import Array, as_picture
 from m2flow.environments.gymnasium import GymnasiumEnvironment
 from m2flow.environments.registry import maker
 from m2flow.environments.slots import RESET_ATTEMPTS
@@ -103,6 +104,19 @@ class Sleeps(Mine):
         raise AssertionError
 
 
+class Numbered(Mine):
+    """Has a list of initial states, and no bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        free = ActionSpec(2, (-np.inf, -np.inf), (np.inf, np.inf))
+        self.spec = replace(SPEC, num_initial_states=2, action=free)
+
+    def reset(self, seed: int, initial_state: int | None) -> None:
+        assert initial_state is not None
+        assert range(2)[initial_state] == 0
+
+
 class Sometimes(Mine):
     """Fails at first."""
 
@@ -117,7 +131,7 @@ def tried(make: Callable[[], Environment], seconds: float = 30.0) -> Environment
     return environment
 
 
-@pytest.mark.parametrize("make", [Mine, Sometimes])
+@pytest.mark.parametrize("make", [Mine, Sometimes, Numbered])
 def test_one_that_works_is_tried_and_closed(make: type[Mine]) -> None:
     environment = tried(make)
     assert isinstance(environment, Mine)
@@ -141,6 +155,21 @@ def test_what_does_not_fit_is_one_line(make: type[Mine], said: str) -> None:
         tried(make)
     assert "my:Mine" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_alarm_of_somebody_else_goes_on() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: heard.append(number))
+    timer = signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        tried(Mine)
+        deadline = time.monotonic() + 10
+        while not heard and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert heard == [signal.SIGALRM]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 def test_one_that_hangs_is_refused_after_its_deadline() -> None:
@@ -210,3 +239,17 @@ def test_pictures_are_asked_for_by_their_own_names() -> None:
         spec.picture_size(("left", "small"))
     with pytest.raises(UserError, match="it has none"):
         SPEC.picture_size(("image",))
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (4, 6, 3), (4, 6, 4)])
+@pytest.mark.parametrize("dtype", ["uint8", "int64"])
+def test_what_can_be_shown_is_a_picture(shape: tuple[int, ...], dtype: str) -> None:
+    picture = as_picture("my:Mine", np.full(shape, 7, dtype))
+    assert (picture.shape, picture.dtype) == ((4, 6, 3), np.uint8)
+    assert (picture == 7).all()
+
+
+@pytest.mark.parametrize("drawn", [None, np.zeros((4, 6, 3)), np.zeros((4, 6, 2), np.uint8)])
+def test_what_cannot_be_shown_is_no_picture(drawn: Any) -> None:
+    with pytest.raises(UserError, match="my:Mine: draws no picture"):
+        as_picture("my:Mine", drawn)

@@ -113,7 +113,7 @@ def train(
             )
         except Stopped as error:
             print(f"stopped by {error}", file=sys.stderr)
-            raise typer.Exit(error.exit_code) from error
+            raise SystemExit(error.exit_code) from error
     rows = read_metrics(path)
     if shown is None:
         rewards = [one for row in rows if isinstance(one := row.get("reward/mean"), int | float)]
@@ -438,7 +438,7 @@ def main() -> None:
         raise SystemExit(1) from error
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except (Exception, SystemExit) as error:  # nothing of m2flow calls `exit` in a command
+    except Exception as error:
         print(f"failed: {first_cause(error)}", file=sys.stderr)
         traceback.print_exception(error)
         raise SystemExit(1) from error

@@ -96,18 +96,20 @@ def seed_of(seed: int, initial_state: int | None) -> int:
     return (seed if initial_state is None else initial_state) % (1 << 31)
 
 
-def check_picture(name: str, drawn: Any) -> Array:
-    """A picture that `render` has given, if it is one.
+def as_picture(name: str, drawn: Any) -> Array:
+    """What `render` has given as uint8 [H, W, 3]; whole numbers, shades and transparency will do.
 
     Raises:
-        UserError: it is no uint8 [H, W, 3].
+        UserError: it is no picture.
     """
     picture = np.asarray(drawn)
-    if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+    if picture.ndim == 2:
+        picture = np.stack([picture] * 3, axis=-1)
+    if picture.dtype.kind not in "iu" or picture.ndim != 3 or picture.shape[2] not in (3, 4):
         raise UserError(
             "draws no picture",
             key=name,
             value=f"{picture.dtype} {picture.shape}",
             expected="uint8 (height, width, 3) of `render`",
         )
-    return picture
+    return picture[:, :, :3].astype(np.uint8, copy=False)

@@ -20,7 +20,7 @@ from m2flow.environments.environment import (
     Array,
     Environment,
     Transition,
-    check_picture,
+    as_picture,
     seed_of,
 )
 from m2flow.environments.spec import (
@@ -150,7 +150,7 @@ class GymnasiumEnvironment(Environment):
         from gymnasium.error import DependencyNotInstalled
 
         try:
-            return check_picture(self.spec.name, self._made.render())
+            return as_picture(self.spec.name, self._made.render())
         except DependencyNotInstalled as error:
             raise UserError("cannot draw itself", key=self.spec.name, hint=str(error)) from error
 

@@ -88,7 +88,7 @@ class VectorEnvironment(ABC):
         self.spec = spec
         self.failures: Counter[str] = Counter()
         self._failures_in_a_row = [0] * spec.num_envs
-        self._detail = ""
+        self._detail: str | None = None
 
     def reset(
         self,
@@ -196,7 +196,7 @@ class VectorEnvironment(ABC):
             what = f"{self.spec.name}: environment {failure.slot} failed ({failure.cause})"
             detail = failure.detail.strip()
             last_line = detail.rpartition("\n")[2]
-            shown = f"{last_line} (as before)" if detail == self._detail else detail
+            shown = f"{last_line} (as before)" if detail and detail == self._detail else detail
             self._detail = detail
             _log.warning("%s; its episode is discarded: %s", what, shown)
             if self._failures_in_a_row[failure.slot] >= MAX_FAILURES_IN_A_ROW:

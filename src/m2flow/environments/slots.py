@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from m2flow.environments.environment import Array, Environment, check_picture
+from m2flow.environments.environment import Array, Environment, as_picture
 from m2flow.environments.spec import EnvironmentSpec, ObservationSpec
 from m2flow.errors import UserError
 
@@ -106,7 +106,7 @@ def check_shape(part: ObservationSpec, seen: Any) -> None:
     Raises:
         ValueError: the shapes differ.
     """
-    if (shape := np.shape(seen)) != part.shape:
+    if (shape := np.shape(seen)) != tuple(part.shape):
         raise ValueError(f"observation {part.name!r} is {shape}, and its spec says {part.shape}")
 
 
@@ -206,7 +206,7 @@ class Slots:
         if self._episodes[slot] is None:
             return None
         try:
-            return check_picture(self.spec.name, self._environments[slot].render())
+            return as_picture(self.spec.name, self._environments[slot].render())
         except UserError:
             raise
         except BREAKS:

@@ -6,9 +6,11 @@ line. An environment that fails now and then is no mistake: it has a few attempt
 
 from __future__ import annotations
 
-import queue
+import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -49,52 +51,74 @@ def made(name: str, make: Callable[[], Environment]) -> Environment:
 
 
 def try_out(environment: Environment, name: str, seconds: float) -> None:
-    """Begin an episode, take a step, and close the environment; in a thread, which may hang.
+    """Begin an episode, take a step, and close the environment.
 
     Args:
         environment: one of its kind, to be used by nobody else.
         name: as a recipe has it, for errors.
-        seconds: that all of it may take.
+        seconds: that all of it may take; in another thread than the main one it may take any time.
 
     Raises:
         UserError: what is wrong with it.
     """
-    found: queue.SimpleQueue[UserError | None] = queue.SimpleQueue()
-    threading.Thread(target=_tried, args=(environment, name, found), daemon=True).start()
     try:
-        error = found.get(timeout=seconds)
-    except queue.Empty:
+        with _within(seconds):
+            _take_first_step(environment, name)
+            environment.close()
+    except UserError:
+        raise
+    except _TooLate as late:
         raise UserError(
             f"the environment has not come back from its first step within {seconds:g} s",
             key=KEY,
             value=name,
             hint="with environment.processes=1 one that hangs costs an episode",
-        ) from None
-    if error is not None:
-        raise error
+        ) from late
+    except BREAKS as error:
+        raise _refused(name, "its first step cannot be taken", error) from error
 
 
-def _tried(environment: Environment, name: str, found: queue.SimpleQueue[UserError | None]) -> None:
-    wrong: UserError | None = None
+class _TooLate(BaseException):
+    """Time is up; whoever catches every `Exception` does not catch this."""
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Raise `_TooLate` in the main thread after so many seconds; an alarm set before goes on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expired(*_: object) -> None:
+        raise _TooLate
+
+    began, handler = time.monotonic(), signal.signal(signal.SIGALRM, expired)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:
+            left = max(0.001, left - (time.monotonic() - began))
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+def _take_first_step(environment: Environment, name: str) -> None:
     for attempt in range(RESET_ATTEMPTS):
         try:
-            wrong = None
             _first_step(environment, name, attempt)
-            break
-        except UserError as error:
-            wrong = error
-            break
-        except BREAKS as error:
-            wrong = _refused(name, "its first step cannot be taken", error)
-    try:
-        environment.close()
-    except BREAKS as error:
-        wrong = wrong or _refused(name, "it cannot be closed", error)
-    found.put(wrong)
+            return
+        except UserError:
+            raise
+        except BREAKS:
+            if attempt == RESET_ATTEMPTS - 1:
+                raise
 
 
 def _first_step(environment: Environment, name: str, seed: int) -> None:
-    environment.reset(seed, None)
+    numbered = environment.spec.num_initial_states is not None
+    environment.reset(seed, 0 if numbered else None)
     _look(environment)
     did = environment.step(_any_action(environment.spec.action))
     if not isinstance(did, Transition):
@@ -117,8 +141,9 @@ def _any_action(spec: ActionSpec) -> Array:
         return np.zeros(1, np.float32)
     low, high = np.array(spec.low), np.array(spec.high)
     bounded = np.isfinite(low) & np.isfinite(high)
-    middle = np.where(bounded, (low + high) / 2, np.clip(0.0, low, high))
-    return middle.astype(np.float32)
+    action = np.clip(0.0, low, high)
+    action[bounded] = (low[bounded] + high[bounded]) / 2
+    return action.astype(np.float32)
 
 
 def _refused(name: str, what: str, error: BaseException) -> UserError:

@@ -122,7 +122,7 @@ class JsonLines(Progress):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            outcome = "failed" if isinstance(error, Exception | SystemExit) else "interrupted"
+            outcome = "failed" if isinstance(error, Exception) else "interrupted"
             self._write("end", outcome=outcome, error=f"{type(error).__name__}: {error}")
 
     def _write(self, event: str, **content: object) -> None:

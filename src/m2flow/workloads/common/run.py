@@ -104,9 +104,13 @@ class Training:
             ended = Stopped(self._stopping.asked, self._how_far())
             self._note_end(ended)
             raise ended from error
-        except (Exception, SystemExit) as error:  # a stage of the user's may call `exit`
+        except Exception as error:
             self._note_end(error)
             raise
+        except SystemExit as error:
+            failed = RunFailed(f"code that the run calls has called exit({error.code})")
+            self._note_end(failed)
+            raise failed from error
 
     def _note_end(self, error: BaseException) -> None:
         """Write into `run.json` why the run has ended, if the disk has room."""
@@ -356,8 +360,11 @@ class Training:
         result = run.run_method("evaluate", held_out)
         figures = self.experiment.evaluation(result)
         self._begun().write_films(step, self.experiment.films(result))
-        name, value = next(iter(figures.items()))
-        self.progress.note(f"step {step}: held-out {name.removeprefix('eval/')} {value:.1%}")
+        said = "nothing that was held out could be judged"
+        if figures:
+            name, value = next(iter(figures.items()))
+            said = f"held-out {name.removeprefix('eval/')} {value:.1%}"
+        self.progress.note(f"step {step}: {said}")
         return figures | {"eval/seconds": result.seconds}
 
     def _save(self, run: Run, step: int) -> None:

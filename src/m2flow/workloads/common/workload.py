@@ -144,7 +144,8 @@ class Experiment(Protocol):
         """Figures of a training step beside those that every run has."""
 
     def evaluation(self, result: StepResult) -> dict[str, float]:
-        """Figures of an evaluation, named `eval/...`, the one that counts most first."""
+        """Figures of an evaluation, named `eval/...`, the one that counts most first; none where
+        nothing could be judged."""
 
     def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
         """A few rollouts of a step, as rows of samples.jsonl."""

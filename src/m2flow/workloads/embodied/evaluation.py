@@ -67,7 +67,7 @@ def examine(asked: Examination) -> dict[str, Any]:
     ) as running:  # fmt: skip
         result = running.run_method("evaluate", starts)
     figures = experiment.evaluation(result)
-    if not figures["eval/episodes"]:
+    if not figures:
         raise RunFailed(f"all {count} episodes of {recipe.environment.name} failed")
     tasks = experiment.success_by_task(starts, result)
     low, high = wilson(figures["eval/success"], figures["eval/episodes"])

@@ -161,10 +161,10 @@ class EmbodiedExperiment:
         return figures
 
     def evaluation(self, result: StepResult) -> dict[str, float]:
-        """The figures of an evaluation; where no episode came to an end, their number alone."""
+        """The figures of an evaluation; none where no episode came to an end."""
         figures = episode_figures(result.output)
         if not figures["episodes/finished"]:
-            return {"eval/episodes": 0.0}
+            return {}
         names = {"episodes/success_once": "eval/success", "episodes/return": "eval/return",
                  "episodes/success": "eval/success_at_end", "episodes/length": "eval/length",
                  "episodes/finished": "eval/episodes"}  # fmt: skip
