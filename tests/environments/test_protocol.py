@@ -166,6 +166,56 @@ def test_a_reset_is_tried_three_times(toys, tmp_path, times, fails):
     assert not vector.step(actions(1, 1)).failed.any()
 
 
+def test_failures_are_in_a_row_where_no_step_was_taken_between(toys, tmp_path):
+    """A rollout that its horizon ends is none that has failed."""
+    vector = SerialEnvironments(partial(toys.Faulty, str(tmp_path), limit=None), 1)
+    for seed in range(2 * MAX_FAILURES_IN_A_ROW):
+        vector.reset(None, [seed])
+        assert not vector.step(actions(1, 1)).failed.any()
+        vector.reset(None, [seed])
+        (tmp_path / "raise").touch()
+        assert vector.step(actions(1, 1)).failed.all()
+    assert vector.failures["error"] == 2 * MAX_FAILURES_IN_A_ROW
+
+
+def test_what_is_raised_while_an_episode_is_saved_carried_on_or_closed_costs_it_alone(walk):
+    class Wrong(walk):
+        broken = ""
+
+        def state(self):
+            if Wrong.broken == "state":
+                raise OSError
+            return super().state()
+
+        def restore(self, state):
+            if Wrong.broken == "restore":
+                raise OSError
+            super().restore(state)
+
+        def reset(self, seed, initial_state):
+            if Wrong.broken == "reset" and self.used:
+                raise OSError
+            self.used = True
+            super().reset(seed, initial_state)
+
+        used = False
+
+        def close(self):
+            if Wrong.broken == "reset":
+                raise OSError
+
+    vector = SerialEnvironments(partial(Wrong, restores="saved"), 1)
+    for wrong in ("state", "restore"):
+        Wrong.broken = ""
+        vector.reset(None, [1])
+        Wrong.broken = wrong
+        vector.restore(vector.state())
+        assert vector.step(actions(1, 1)).failed.all()
+    Wrong.broken = "reset"
+    vector.reset(None, [2])  # the third simulator is as good as new
+    assert not vector.step(actions(1, 1)).failed.any()
+
+
 def test_an_environment_that_never_works_stops_the_run(toys):
     vector = SerialEnvironments(toys.Broken, 1)
     for seed in range(MAX_FAILURES_IN_A_ROW - 1):

@@ -148,3 +148,8 @@ class Unmakeable(Walk):
     def __init__(self) -> None:
         os.write(2, b"no such display\n")
         os._exit(3)
+
+
+def go_right(environment):
+    """An expert."""
+    return [1.0, 0.0]

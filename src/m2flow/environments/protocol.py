@@ -88,6 +88,7 @@ class VectorEnvironment(ABC):
         self.spec = spec
         self.failures: Counter[str] = Counter()
         self._failures_in_a_row = [0] * spec.num_envs
+        self._has_stepped = [False] * spec.num_envs
         self._detail: str | None = None
 
     def reset(
@@ -117,6 +118,10 @@ class VectorEnvironment(ABC):
         states: Sequence[int | None] = initial_states or [None] * len(chosen)
         if len(seeds) != len(chosen) or len(states) != len(chosen):
             raise ValueError(f"{len(chosen)} environments need as many seeds and initial states")
+        for slot in chosen:
+            if self._has_stepped[slot]:  # its last episode has not failed, however it ended
+                self._failures_in_a_row[slot] = 0
+                self._has_stepped[slot] = False
         self._note(self._reset(chosen, seeds, states))
         return self._observe(chosen)
 
@@ -138,10 +143,9 @@ class VectorEnvironment(ABC):
             raise ValueError(f"{len(chosen)} environments, and actions for {len(action_BKA)}")
         self.spec.action.check(action_BKA, whole=not actions.is_floating_point())
         result, failures = self._step(chosen, action_BKA)
+        for row in np.flatnonzero(~result.failed):
+            self._has_stepped[chosen[row]] = True
         self._note(failures)
-        ended = np.flatnonzero(result.terminated | result.truncated)
-        for row in ended:
-            self._failures_in_a_row[chosen[row]] = 0
         return StepOutcome(
             observation=self._observe(chosen),
             **{name: torch.from_numpy(column) for name, column in result._asdict().items()},
@@ -193,6 +197,7 @@ class VectorEnvironment(ABC):
         for failure in failures:
             self.failures[failure.cause] += 1
             self._failures_in_a_row[failure.slot] += 1
+            self._has_stepped[failure.slot] = False
             what = f"{self.spec.name}: environment {failure.slot} failed ({failure.cause})"
             detail = failure.detail.strip()
             last_line = detail.rpartition("\n")[2]

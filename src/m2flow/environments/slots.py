@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,42 +167,54 @@ class Slots:
 
     def state(self) -> list[Episode | None]:
         """The episode of each slot, to be carried on by `restore` here or elsewhere."""
-        saves = self.spec.restores == "saved"
-        return [
-            replace(episode, saved=self._environments[slot].state())
-            if saves and episode is not None
-            else episode
-            for slot, episode in enumerate(self._episodes)
-        ]
+        for slot in range(len(self._episodes)):
+            self._contained(slot, self._save)
+        return list(self._episodes)
 
     def restore(self, episodes: Sequence[Episode | None]) -> None:
         """Carry on the episodes, by the simulator's saved state or by replaying their actions."""
         for slot, episode in enumerate(episodes):
-            if episode is None:
-                self._episodes[slot] = None
-                continue
-            self._begin(slot, episode.seed, episode.initial_state)
-            if self._episodes[slot] is None:
-                continue
-            environment = self._environments[slot]
-            if self.spec.restores == "saved":
-                environment.restore(episode.saved)
-            observed = set(episode.observed)
-            for step, action in enumerate(episode.actions, start=1):
-                environment.step(action)
-                if step in observed:
-                    environment.observe()
-                self._progress()
-            actions, observed_at = list(episode.actions), list(episode.observed)
-            carried_on = replace(episode, actions=actions, observed=observed_at, saved=None)
-            self._episodes[slot] = carried_on
-            self._observe(slot)
-            self._progress()
+            self._episodes[slot] = None
+            if episode is not None:
+                self._begin(slot, episode.seed, episode.initial_state)
+                self._contained(slot, partial(self._carry_on, before=episode))
 
     def close(self) -> None:
         """Let go of all simulators."""
         for environment in self._environments:
             environment.close()
+
+    def _contained(self, slot: int, do: Callable[[int], None]) -> None:
+        """Do something with a slot's episode, if there is one; what it raises costs the episode."""
+        if self._episodes[slot] is None:
+            return
+        try:
+            do(slot)
+        except UserError:
+            raise
+        except BREAKS:
+            self._give_up(slot, "error", traceback.format_exc())
+
+    def _save(self, slot: int) -> None:
+        episode = self._episodes[slot]
+        if episode is not None and self.spec.restores == "saved":
+            self._episodes[slot] = replace(episode, saved=self._environments[slot].state())
+
+    def _carry_on(self, slot: int, before: Episode) -> None:
+        environment = self._environments[slot]
+        if self.spec.restores == "saved":
+            environment.restore(before.saved)
+        observed = set(before.observed)
+        for step, action in enumerate(before.actions, start=1):
+            environment.step(action)
+            if step in observed:
+                environment.observe()
+            self._progress()
+        actions, observed_at = list(before.actions), list(before.observed)
+        carried_on = replace(before, actions=actions, observed=observed_at, saved=None)
+        self._episodes[slot] = carried_on
+        self._observe(slot)
+        self._progress()
 
     def _render(self, slot: int) -> Array | None:
         if self._episodes[slot] is None:
@@ -303,5 +317,6 @@ class Slots:
         self.new_failures.append(Failure(slot, cause, detail))
 
     def _build_anew(self, slot: int) -> None:
-        self._environments[slot].close()
+        with suppress(*BREAKS):  # it may be broken
+            self._environments[slot].close()
         self._environments[slot] = self._make()

@@ -29,8 +29,17 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
+
+
+def _rounded(value: float, digits: int | None = None) -> float:
+    """`round`, which for whole numbers computes ten to the power of the digits."""
+    if digits is not None and abs(digits) > MAX_CHARACTERS:
+        raise ToolError("too many digits")
+    return round(value, digits)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs, "round": round, "min": min, "max": max, "sqrt": math.sqrt, "exp": math.exp,
+    "abs": abs, "round": _rounded, "min": min, "max": max, "sqrt": math.sqrt, "exp": math.exp,
     "log": math.log, "log10": math.log10, "sin": math.sin, "cos": math.cos, "tan": math.tan,
     "floor": math.floor, "ceil": math.ceil, "gcd": math.gcd,
 }  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from m2flow.flow import Batch
+from m2flow.workloads.agentic.experiment import turn_figures
 from m2flow.workloads.agentic.tasks.lookup import HELD_OUT, KNOWN, Lookup, code, friend, passages
 from tests.cli.conftest import run_command
 
@@ -68,3 +70,21 @@ def test_facts_are_found_and_nobody_knows_them_by_heart() -> None:
     names = {(one.prompt if hasattr(one, "prompt") else one[0]).split()[0] for one in asked}
     assert names <= set(KNOWN)
     assert {friend(name) for name in names} <= set(KNOWN)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("count", [20, 512])
+def test_held_out_problems_keep_to_the_share_of_friends(share: float, count: int) -> None:
+    prompts = [one.prompt for one in Lookup(friend_share=share).held_out(count)]
+    assert len(set(prompts)) == len(prompts) <= count
+    friends = sum(" friend " in prompt for prompt in prompts)
+    assert abs(friends - share * len(prompts)) <= 0.5
+    assert len(prompts) == count or friends == len(HELD_OUT) or len(prompts) - friends > 70
+
+
+def test_a_malformed_call_counts_among_those_that_were_asked() -> None:
+    turn = dict.fromkeys(("cut", "seconds", "tokens", "result_tokens"), 0)
+    turn = {**turn, "tools": [], "malformed": 1, "errors": 1}
+    right = {**turn, "tools": ["search"], "malformed": 0, "errors": 0}
+    output = Batch({"turns": [[turn], [right, turn, turn]], "finish_reason": ["stop", "stop"]})
+    assert turn_figures(output)["tools/error_share"] == 0.75

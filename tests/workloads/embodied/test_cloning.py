@@ -11,7 +11,7 @@ import torch
 import m2flow
 from m2flow.errors import UserError
 from m2flow.workloads.common.reading import read_recipe
-from m2flow.workloads.embodied.cloning import demonstrations
+from m2flow.workloads.embodied.cloning import clone, demonstrations
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 
 CLONED: dict[str, Any] = {
@@ -36,6 +36,21 @@ def test_demonstrations_are_chunks_of_what_was_done_next() -> None:
     assert set(observations["instruction"]) == {"reach the red ball"}
     following = actions[1:, 0] == actions[:-1, 1]
     assert float(following.all(1).float().mean()) > 0.8, "but for the ends of episodes"
+
+
+def test_what_an_expert_saw_has_the_dtypes_of_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an environment gives float64 the policy, which takes float32, raised."""
+    environments = Path(__file__).parents[2] / "environments"
+    monkeypatch.syspath_prepend(str(environments))
+    own = recipe(
+        environment={"name": "toy_environments:Walk"},
+        warmup={"steps": 2, "episodes": 2, "expert": "toy_environments:go_right"},
+        policy={"hidden": [8]},
+    )
+    seen, _ = demonstrations(own)
+    assert seen["state"].dtype == torch.float32
+    assert seen["image"].dtype == torch.uint8
+    clone(EmbodiedExperiment(own).flow().learner.source.make(), own)
 
 
 def test_a_cloned_policy_does_as_it_was_shown(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -187,6 +188,20 @@ def test_where_every_episode_fails_there_are_no_figures_of_them() -> None:
     assert [said.partition(":")[0] for said in experiment.alarms(result)] == [
         "a simulator crashed, hung or gave NaN", "no episode came to an end",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("episodes", "each", "more"), [(4, 0, [0, 2, 5, 7]), (10, 1, []), (25, 2, [0, 2, 4, 6, 8])]
+)
+def test_an_evaluation_is_spread_over_the_initial_states(
+    episodes: int, each: int, more: list[int]
+) -> None:
+    experiment = EmbodiedExperiment(recipe(evaluation={"episodes": episodes}))
+    experiment.spec = replace(experiment.spec, num_initial_states=10)
+    starts = experiment.held_out()
+    assert starts is not None
+    found = Counter(starts["initial_state"].tolist())
+    assert found == Counter([*range(10)] * each + more)
 
 
 def test_a_film_has_one_size() -> None:

@@ -25,7 +25,8 @@ class Turn:
     Attributes:
         begin, end: its tokens, into `completion_ids`.
         tools: what it called, in order.
-        errors: how many of these calls were wrong.
+        malformed: how many calls were none that could be carried out.
+        errors: how many calls were wrong, the malformed ones among them.
         cut: how many answers were too long.
         seconds: that the calls took, one after the other.
         result_end: where the answers end; `end` where nothing was called.
@@ -34,6 +35,7 @@ class Turn:
     begin: int
     end: int
     tools: tuple[str, ...] = ()
+    malformed: int = 0
     errors: int = 0
     cut: int = 0
     seconds: float = 0.0

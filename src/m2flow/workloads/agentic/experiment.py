@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from m2flow.errors import UserError
 from m2flow.flow import Batch
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.tools import ToolCall
@@ -78,8 +79,18 @@ class AgenticExperiment(ReasoningExperiment):
         dialect = dialect_of(tokenizer, self.recipe.episode, self.tools)
         box = toolbox_of(self.recipe.tools, self.recipe.episode)
         calls = [turn for _, turns in shown for turn in turns if isinstance(turn, ToolCall)]
-        answers = iter(box.carry_out(calls))
+        results = box.carry_out(calls)
         box.close()
+        for call, result in zip(calls, results, strict=True):
+            if result.error or result.failure:
+                raise UserError(
+                    f"a demonstration's call of {call.tool!r} has no answer: "
+                    f"{result.failure or result.text}",
+                    key="tools",
+                    value=list(self.tools),
+                    hint="name the tools that the task shows, or set warmup.steps to 0",
+                )
+        answers = iter(results)
         rows, masks = [], []
         for _, turns in shown:
             row: list[int] = []
@@ -124,13 +135,14 @@ class AgenticExperiment(ReasoningExperiment):
 
 
 def turn_figures(output: Batch) -> dict[str, float]:
-    """Figures of turns and calls, as means over trajectories; shares are of calls."""
+    """Figures of turns and calls, as means over trajectories; shares are of all that was asked."""
     trajectories: list[list[dict[str, Any]]] = output["turns"]
     turns = [turn for some in trajectories for turn in some]
     count, calls = len(trajectories), sum(len(turn["tools"]) for turn in turns)
+    asked = calls + sum(turn["malformed"] for turn in turns)
 
     def share(name: str) -> float:
-        return sum(turn[name] for turn in turns) / max(1, calls)
+        return sum(turn[name] for turn in turns) / max(1, asked)
 
     return {
         "turns/mean": len(turns) / count,

@@ -57,8 +57,10 @@ def demonstrations(recipe: EmbodiedRecipe) -> tuple[dict[str, Any], Tensor]:
         environment.reset(derive_seed(recipe.seed, 6, number), None)
         done: list[Any] = []
         for _ in range(environment.spec.max_episode_steps or recipe.rollout.horizon):
-            for name, part in environment.observe().items():
-                seen.setdefault(name, []).append(torch.from_numpy(np.array(part)))
+            observed = environment.observe()
+            for part in environment.spec.observations:
+                column = np.array(observed[part.name], part.dtype)
+                seen.setdefault(part.name, []).append(torch.from_numpy(column))
             if environment.spec.instructions is not None:
                 seen.setdefault("instruction", []).append(environment.instruction())
             done.append(np.asarray(expert(environment), np.float32))

@@ -119,8 +119,9 @@ class EmbodiedExperiment:
         if states is None:
             return -1
         if evaluated:
-            place = number - EVALUATED
-            return place * states // count if count < states else place % states
+            place, spread = number - EVALUATED, count % states
+            whole = count - spread  # of these each state has as many
+            return place % states if place < whole else (place - whole) * states // spread
         return self._walked(8, number, states)
 
     def _walked(self, kind: int, number: int, states: int) -> int:

@@ -16,13 +16,11 @@ import asyncio
 import inspect
 import queue
 import threading
-import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from m2flow.user_code import where_raised
 from m2flow.workloads.agentic.endpoint.server import MODEL
 
 
@@ -47,52 +45,86 @@ class Agents:
     Args:
         function: takes a problem (`prompt`, `metadata`) and an `Endpoint`.
         concurrency: calls that run at a time.
+        seconds: that a call may take from its beginning; one that takes longer is cancelled, or
+            left to itself where it is no coroutine, and another one takes its turn.
         ended: is put (item, why it failed or "") when a call has ended.
     """
 
     def __init__(
-        self, function: Callable[..., Any], concurrency: int, ended: queue.SimpleQueue[Any]
+        self,
+        function: Callable[..., Any],
+        concurrency: int,
+        seconds: float,
+        ended: queue.SimpleQueue[Any],
     ) -> None:
-        self._function, self._ended = function, ended
+        self._function, self._seconds, self._ended = function, seconds, ended
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._threads: ThreadPoolExecutor | None = None
         if inspect.iscoroutinefunction(function):
             self._loop, self._turns = asyncio.new_event_loop(), asyncio.Semaphore(concurrency)
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        else:
-            self._threads = ThreadPoolExecutor(concurrency)
+            return
+        self._due: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._workers = [
+            threading.Thread(target=self._work, daemon=True) for _ in range(concurrency)
+        ]
+        for worker in self._workers:
+            worker.start()
 
     def begin(self, item: int, problem: Mapping[str, Any], endpoint: Endpoint) -> None:
         """Have an agent work on a problem."""
         if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(self._awaited(item, problem, endpoint), self._loop)
-        elif self._threads is not None:
-            self._threads.submit(self._called, item, problem, endpoint)
+            asyncio.run_coroutine_threadsafe(self._in_turn(item, problem, endpoint), self._loop)
+        else:
+            self._due.put((item, problem, endpoint))
 
     def close(self) -> None:
         """Leave those that still run to themselves."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            return
+        self._closed.set()
+        for _ in self._workers:
+            self._due.put(None)
 
-    async def _awaited(self, item: int, problem: Mapping[str, Any], endpoint: Endpoint) -> None:
+    async def _in_turn(self, item: int, problem: Mapping[str, Any], endpoint: Endpoint) -> None:
         async with self._turns:
             try:
-                await self._function(problem, endpoint)
-                self._ended.put((item, ""))
-            except Exception as error:
-                self._ended.put((item, _why(error)))
+                why = await asyncio.wait_for(self._awaited(problem, endpoint), self._seconds)
+            except TimeoutError:
+                why = self._too_late()
+            except asyncio.CancelledError as error:  # raised by the function: nobody cancels
+                why = _why(error)
+            self._ended.put((item, why))
+
+    async def _awaited(self, problem: Mapping[str, Any], endpoint: Endpoint) -> str:
+        try:
+            await self._function(problem, endpoint)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            return _why(error)
+        return ""
+
+    def _work(self) -> None:
+        """Carry out calls one after the other, each in a thread that may be left to itself."""
+        while (due := self._due.get()) is not None and not self._closed.is_set():
+            call = threading.Thread(target=self._called, args=due, daemon=True)
+            call.start()
+            call.join(self._seconds)
+            if call.is_alive():
+                self._ended.put((due[0], self._too_late()))
 
     def _called(self, item: int, problem: Mapping[str, Any], endpoint: Endpoint) -> None:
+        why = ""
         try:
             self._function(problem, endpoint)
-            self._ended.put((item, ""))
-        except Exception as error:
-            self._ended.put((item, _why(error)))
+        except BaseException as error:
+            why = _why(error)
+        self._ended.put((item, why))
+
+    def _too_late(self) -> str:
+        return f"the agent did not end within {self._seconds:g} s"
 
 
-def _why(error: Exception) -> str:
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{Path(place.filename).name}:{place.lineno}"
-    return f"the agent raised {type(error).__name__}: {str(error)[:300]} ({where})"
+def _why(error: BaseException) -> str:
+    said = f"{type(error).__name__}: {str(error)[:300]}"
+    return f"the agent raised {said} ({where_raised(error)})"

@@ -82,9 +82,12 @@ class Lookup:
 
     def held_out(self, count: int) -> list[Problem]:
         """Problems about held-out people: as many that ask for a friend's code as their share."""
-        both = [[(name, False) for name in HELD_OUT], [(name, True) for name in HELD_OUT]]
-        friends = round(min(count, 2 * len(HELD_OUT)) * self.friend_share)
-        chosen = both[1][:friends] + both[0][: max(0, count - friends)]
+        people, share = len(HELD_OUT), self.friend_share
+        most = min(people / part for part in (share, 1 - share) if part)  # that keep to the share
+        count = min(count, int(most))
+        friends = round(count * share)
+        chosen = [(name, True) for name in HELD_OUT[:friends]]
+        chosen += [(name, False) for name in HELD_OUT[: count - friends]]
         return [_problem(*one) for one in chosen]
 
     def demonstration(self, index: int) -> tuple[str, list[str | ToolCall]]:

@@ -82,6 +82,7 @@ class Caller(Worker):
                     turns[row][-1] = replace(
                         last,
                         tools=tuple(call.tool for call in calls if isinstance(call, ToolCall)),
+                        malformed=sum(isinstance(call, ToolResult) for call in calls),
                         errors=sum(one.error for one in answers),
                         cut=num_cut,
                         seconds=sum(one.seconds for one in answers),
@@ -144,6 +145,7 @@ def written(turns: Sequence[Turn], ids: Sequence[int], tokenizer: Any) -> list[d
                 "tools": list(turn.tools),
                 "result": tokenizer.decode(result, skip_special_tokens=True) if result else "",
                 "result_tokens": len(result),
+                "malformed": turn.malformed,
                 "errors": turn.errors,
                 "cut": turn.cut,
                 "seconds": turn.seconds,

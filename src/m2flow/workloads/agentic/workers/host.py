@@ -6,6 +6,7 @@ beside it. Trajectories have the columns of those that come out of a loop.
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections.abc import Collection, Sequence
@@ -98,15 +99,17 @@ class Hosting:
         self._server = ConversationServer(
             self._draw, {"temperature": temperature, "top_p": host.top_p}
         )
-        self._agents = Agents(host._function, host.agent.concurrency, self._events)
+        limits = host.agent.concurrency, host.agent.deadline_seconds
+        self._agents = Agents(host._function, *limits, self._events)
         self._waiting: dict[int, Future[Any]] = {}
         self.running: dict[int, tuple[Batch, int, Conversation, str, float]] = {}
 
     def begin(self, episodes: Batch) -> None:
         """Set agents to work."""
         host, now = self._host, time.monotonic()
+        # Agents end by their own deadlines; by these where an `async` one keeps its loop to itself.
         # Those that wait for their turn have time too.
-        rounds = -(-(len(episodes) + len(self.running)) // host.agent.concurrency)
+        rounds = 1 + math.ceil((len(episodes) + len(self.running)) / host.agent.concurrency)
         for row, item in enumerate(episodes.ids):
             conversation = Conversation(
                 host.tokenizer, host.dialect, host.episode, item, int(episodes["seed"][row]),

@@ -1,0 +1,51 @@
+"""Agents that hang, leave or give up cost their own call, and those behind them take their turn."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from m2flow.workloads.agentic.endpoint.agents import Agents, Endpoint
+
+SECONDS = 0.5
+
+
+def sync(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
+    """What the problem says."""
+    if problem["prompt"] == "hang":
+        time.sleep(3600)
+    if problem["prompt"] == "exit":
+        raise SystemExit(0)
+    if problem["prompt"] == "cancel":
+        raise asyncio.CancelledError
+
+
+async def later(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
+    """The same."""
+    if problem["prompt"] == "hang":
+        await asyncio.sleep(3600)
+    sync(problem, endpoint)
+
+
+@pytest.mark.parametrize("function", [sync, later])
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_each_costs_its_own_call(function: Callable[..., Any], concurrency: int) -> None:
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    agents = Agents(function, concurrency, SECONDS, ended)
+    prompts = ["hang", "", "exit", "cancel", ""]
+    try:
+        for item, prompt in enumerate(prompts):
+            agents.begin(item, {"prompt": prompt, "metadata": {}}, Endpoint("", ""))
+        told = dict(ended.get(timeout=60) for _ in prompts)
+    finally:
+        agents.close()
+    assert told[0] == f"the agent did not end within {SECONDS:g} s"
+    assert told[1] == told[4] == ""
+    assert told[2].startswith("the agent raised SystemExit: 0 (test_agents.py:")
+    assert told[3].startswith("the agent raised CancelledError: ")
+    assert ended.empty()
