@@ -2,17 +2,19 @@
 
 `torch.optim.AdamW` looks at each parameter in Python and counts steps for each of them in a tensor
 of its own: of a small policy that takes four times as long as the kernel. Here all parameters have
-one count, which the caller keeps.
+one count, which the caller keeps; one that stands still at first has fewer by a fixed number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NOBODY_WAITS: Mapping[Tensor, int] = MappingProxyType({})
 
 
 class AdamWStep:
@@ -24,6 +26,8 @@ class AdamWStep:
     Args:
         parameters: what is stepped.
         betas, eps, weight_decay: as in the paper.
+        first_after: number of the step after which a parameter takes its first; 0 where not named.
+            Moments and decay begin with that step.
     """
 
     def __init__(
@@ -33,8 +37,10 @@ class AdamWStep:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        first_after: Mapping[Tensor, int] = NOBODY_WAITS,
     ) -> None:
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        self._first_after = first_after
         self._groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in parameters:
             key = parameter.device, parameter.dtype
@@ -45,17 +51,27 @@ class AdamWStep:
     def step(self, learning_rate: float, number: int) -> None:
         """Take a step; `number` is that of the step, from 1."""
         for (device, _), group in self._groups.items():
-            stepped = [(one, one.grad) for one in group if one.grad is not None]
-            parameters = [parameter for parameter, _ in stepped]
+            own = [number - self._first_after.get(one, 0) for one in group]
+            stepped = [
+                (parameter, parameter.grad, count)
+                for parameter, count in zip(group, own, strict=True)
+                if parameter.grad is not None and count > 0
+            ]
+            if not stepped:
+                continue
+            parameters = [parameter for parameter, _, _ in stepped]
             moments = [self._moments(parameter) for parameter in parameters]
-            count = torch.full((), float(number), dtype=torch.float32, device=device)
+            counts = {
+                count: torch.full((), float(count), dtype=torch.float32, device=device)
+                for count in set(own)
+            }
             torch._fused_adamw_(
                 parameters,
-                [gradient for _, gradient in stepped],
+                [gradient for _, gradient, _ in stepped],
                 [one[MOMENTS[0]] for one in moments],
                 [one[MOMENTS[1]] for one in moments],
                 [],
-                [count] * len(parameters),
+                [counts[count] for _, _, count in stepped],
                 lr=learning_rate,
                 beta1=self._betas[0],
                 beta2=self._betas[1],

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from m2flow.errors import RunFailed, UserError
 from m2flow.runtime.weights.boxes import Box
 from m2flow.runtime.weights.manifest import Shard
-from m2flow.training.adamw import AdamWStep
+from m2flow.training.adamw import NOBODY_WAITS, AdamWStep
 from m2flow.training.schedule import Schedule
 from m2flow.training.sharded import WHOLE, Shards, whole
 from m2flow.training.torchao_adamw import TorchaoAdamW
@@ -104,6 +104,8 @@ class SumOptimizer:
             are left alone.
         config: every figure of the optimizer.
         shards: how the model is divided.
+        first_after: by parameter, so many steps of the run in which it stands still; not with 8-bit
+            moments or stochastic rounding.
 
     Raises:
         UserError: the configuration asks for torchao, which is not installed, or for stochastic
@@ -115,6 +117,7 @@ class SumOptimizer:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         config: AdamWConfig,
         shards: Shards = WHOLE,
+        first_after: Mapping[Tensor, int] = NOBODY_WAITS,
     ) -> None:
         self._named = [(name, p) for name, p in named_parameters if p.requires_grad]
         assert self._named, "a model without trainable parameters"
@@ -124,7 +127,12 @@ class SumOptimizer:
         self._masters = [_master(piece, config) for piece in self._pieces]
         self._hooks: list[RemovableHandle] = []
         self._flats = self._flat_gradients()
-        self._adamw = _adamw(self._masters, config)
+        waits = {
+            master: first_after[parameter]
+            for (_, parameter), master in zip(self._named, self._masters, strict=True)
+            if parameter in first_after
+        }
+        self._adamw = _adamw(self._masters, config, waits)
         self.num_steps = 0
         """Optimizer steps taken."""
 
@@ -359,7 +367,9 @@ def _scalar(number: int) -> Shard:
     return Shard(torch.tensor(number), Box.whole(()), ())
 
 
-def _adamw(masters: list[Tensor], config: AdamWConfig) -> AdamWStep:
+def _adamw(
+    masters: list[Tensor], config: AdamWConfig, first_after: Mapping[Tensor, int]
+) -> AdamWStep:
     if config.stochastic_rounding and all(one.dtype is not torch.bfloat16 for one in masters):
         raise UserError(
             "no trained weights are bfloat16, and no others are rounded",
@@ -369,7 +379,9 @@ def _adamw(masters: list[Tensor], config: AdamWConfig) -> AdamWStep:
         )
     betas, eps, weight_decay = config.betas, config.eps, config.weight_decay
     if not config.moments_8bit and not config.stochastic_rounding:
-        return AdamWStep(masters, betas=betas, eps=eps, weight_decay=weight_decay)
+        return AdamWStep(
+            masters, betas=betas, eps=eps, weight_decay=weight_decay, first_after=first_after
+        )
     return TorchaoAdamW(
         masters,
         betas=betas,

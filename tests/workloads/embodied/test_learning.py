@@ -188,6 +188,25 @@ def test_at_first_the_critic_alone_learns(shared: bool) -> None:
     assert [changed() for _ in range(3)] == [{True}, {True}, {True, False}]
 
 
+def test_after_the_critic_has_warmed_up_the_policy_begins_as_a_fresh_one() -> None:
+    """By the count of all steps its first ones were several times the learning rate, and decay
+    had shrunk it before."""
+    decay = {**RECIPE["optimizer"], "weight_decay": 0.5, "learning_rate": 0.01}
+    fresh: Any = read_recipe({**RECIPE, "optimizer": decay})
+    late: Any = read_recipe(
+        {**RECIPE, "optimizer": decay, "algorithm": {"name": "ppo", "value_warmup_steps": 20}}
+    )
+    ours, theirs = policy("gaussian"), policy("gaussian")
+    update, other = PolicyUpdate(ours, late), PolicyUpdate(theirs, fresh)
+    update.optimizer.num_steps = update._critic_steps
+    for some in (update, other):
+        some.run(rollouts("gaussian", whole=True), None)
+    critic = {id(parameter) for parameter in ours.critic_parameters()}
+    for mine, one in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if id(mine) not in critic:
+            torch.testing.assert_close(mine, one)
+
+
 def test_mini_batches_without_a_turn_have_no_ratio() -> None:
     """Figures of nothing are left out of the means: they would read 0."""
     recipe: Any = read_recipe({**RECIPE, "update": {"epochs": 1, "minibatches": 64}})

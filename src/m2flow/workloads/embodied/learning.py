@@ -51,7 +51,15 @@ class PolicyUpdate:
 
     def __init__(self, policy: Policy, recipe: EmbodiedRecipe) -> None:
         self.policy, self.recipe = policy, recipe
-        self.optimizer = SumOptimizer(policy.named_parameters(), optimizer_config(recipe))
+        critic = set(policy.critic_parameters())
+        self._critic_steps = (
+            recipe.algorithm.value_warmup_steps * recipe.update.epochs * recipe.update.minibatches
+        )
+        first_after: dict[Tensor, int] = {
+            one: self._critic_steps for one in policy.parameters() if one not in critic
+        }
+        config = optimizer_config(recipe)
+        self.optimizer = SumOptimizer(policy.named_parameters(), config, first_after=first_after)
         self._skips = Skips(recipe.max_skipped_updates)
 
     def run(self, rollouts: Batch | None, all_reduce: AllReduce | None) -> dict[str, float]:
@@ -149,8 +157,7 @@ class PolicyUpdate:
     @property
     def _critic_alone(self) -> bool:
         """Whether the run is in the steps in which the critic alone learns."""
-        update, warmup = self.recipe.update, self.recipe.algorithm.value_warmup_steps
-        return self.optimizer.num_steps < warmup * update.epochs * update.minibatches
+        return self.optimizer.num_steps < self._critic_steps
 
     def _let_the_policy_stand(self) -> None:
         """Drop the gradient of all that an action's probability depends on."""
