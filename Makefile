@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart quickstart-embodied dev test test-browser chromium test-loggers test-vllm test-simulators test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test test-browser chromium egl test-loggers test-vllm test-simulators test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -48,6 +48,12 @@ chromium:
 	  { $(APT) update && $(APT) install -y --no-install-recommends chromium >/dev/null; } || \
 	  { echo "needs a browser: apt-get install chromium"; exit 1; }
 
+# What MuJoCo draws with, and OpenCV's libGL.
+egl:
+	@ldconfig -p | grep -q libEGL_mesa || \
+	  { $(APT) update && $(APT) install -y --no-install-recommends libegl1 libgl1 libgl1-mesa-dri >/dev/null; } || \
+	  { echo "needs EGL: apt-get install libegl1 libgl1 libgl1-mesa-dri"; exit 1; }
+
 # A mirror may be slow or break off: each file is asked for again, up to five times.
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=5 -o Acquire::http::Timeout=60
 
@@ -61,7 +67,7 @@ test-vllm: $(if $(filter $(VENV)-vllm/%,$(VLLM_PYTHON)),$(VENV)-vllm/.installed)
 	PYTHONPATH=src $(VLLM_PYTHON) -m pytest -m "vllm or not slow" \
 	  tests/generation/test_external_engines.py tests/workloads/reasoning/test_external_engines.py $(ARGS)
 
-test-simulators: $(VENV)-simulators/.installed ## LIBERO, Meta-World, EnvPool and vision-language-action policies (2.7 GB are installed)
+test-simulators: egl $(VENV)-simulators/.installed ## LIBERO, Meta-World, EnvPool and vision-language-action policies (2.7 GB are installed)
 	M2FLOW_NEEDS_SIMULATORS=1 $(VENV)-simulators/bin/python -m pytest -m "not gpu" tests/models/policies \
 	  $(addprefix tests/environments/,test_envpool.py test_libero.py test_metaworld.py) \
 	  $(addprefix tests/workloads/embodied/,test_libero_run.py test_published.py) $(ARGS)
