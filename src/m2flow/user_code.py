@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,8 +70,26 @@ def user_function(path: str, key: str, expected: str = FUNCTION) -> Callable[...
     return made
 
 
-def where_raised(error: BaseException) -> str:
-    """File and line of what raised an error, as `file.py:12`."""
+def what_raised(error: BaseException) -> str:
+    """An error in a line, if its text is one: `KeyError: 'x' (file.py:12)`."""
     frames = traceback.extract_tb(error.__traceback__)
     place = next((one for one in reversed(frames) if not one.filename.startswith("<")), frames[-1])
-    return f"{Path(place.filename).name}:{place.lineno}"
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return f"{text} ({Path(place.filename).name}:{place.lineno})"
+
+
+async def caught(
+    function: Callable[..., Awaitable[Any]], *arguments: Any
+) -> tuple[Any, BaseException | None]:
+    """What a coroutine function gives, and what it raised, `exit()` and a cancellation of its own
+    among it; one from outside passes.
+    """
+    import asyncio  # not in processes of simulators
+
+    try:
+        return await function(*arguments), None
+    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        return None, error

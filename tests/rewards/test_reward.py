@@ -82,6 +82,11 @@ def hangs(prompt, completion, completion_ids, row):
 def leaves(prompt, completion, completion_ids, row):
     return 1.0 if row["level"] == "easy" else exit(0)
 
+def interrupts(prompt, completion, completion_ids, row):
+    if row["level"] == "hard":
+        raise KeyboardInterrupt
+    return 1.0
+
 async def leaves_later(prompt, completion, completion_ids, row):
     return 1.0 if row["level"] == "easy" else exit(0)
 
@@ -184,6 +189,11 @@ def test_what_cannot_be_a_reward_is_refused(folder: str, function: str, parts: l
         ),
         ("leaves", [1.0, 0.0], ["", "rewards_of_a_user:leaves raised SystemExit: 0 ("]),
         ("leaves_later", [1.0, 0.0], ["", "rewards_of_a_user:leaves_later raised SystemExit: 0 ("]),
+        (
+            "interrupts",
+            [1.0, 0.0],
+            ["", "rewards_of_a_user:interrupts raised KeyboardInterrupt ("],
+        ),
         ("gives_up", [1.0, 0.0], ["", "rewards_of_a_user:gives_up raised CancelledError"]),
         ("words", [0.0] * 2, ["rewards_of_a_user:words gave 'good', no number"] * 2),
         ("too_few", [0.0] * 2, ["rewards_of_a_user:too_few gave 1 rewards for 2 samples"] * 2),
@@ -204,7 +214,7 @@ def test_a_reward_that_fails_marks_its_sample(
     for said, why in zip(found.failures, failures, strict=True):
         assert said.startswith(why and f"reward {why}")
         assert bool(said) == bool(why)
-        assert "raised" not in said or "(rewards_of_a_user.py:" in said or name == "gives_up"
+        assert "raised" not in said or "(rewards_of_a_user.py:" in said
 
 
 def test_after_a_call_that_hangs_the_others_are_made(folder: str) -> None:

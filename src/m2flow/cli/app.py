@@ -298,7 +298,7 @@ def evaluate(
     from m2flow.workloads.common import Examination, workload_named
     from m2flow.workloads.common.resume import check_model, recipe_of, run_of
 
-    if data is None:
+    if data is None or model.exists():  # of a published policy MODEL may be the word "tiny"
         check_model(model)
     if temperature is not None and not math.isfinite(temperature):
         raise UserError("is no temperature", key="--temperature", value=temperature)

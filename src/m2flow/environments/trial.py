@@ -18,7 +18,7 @@ from m2flow.environments.environment import Array, Environment, Transition
 from m2flow.environments.slots import BREAKS, RESET_ATTEMPTS, check_shape
 from m2flow.environments.spec import ActionSpec, EnvironmentSpec
 from m2flow.errors import UserError
-from m2flow.user_code import where_raised
+from m2flow.user_code import what_raised
 
 KEY = "environment.name"
 
@@ -147,6 +147,4 @@ def _any_action(spec: ActionSpec) -> Array:
 
 
 def _refused(name: str, what: str, error: BaseException) -> UserError:
-    said = (str(error).splitlines() or [""])[0]
-    reason = f"{type(error).__name__}: {said}".removesuffix(": ")
-    return UserError(f"{what}: {reason} ({where_raised(error)})", key=KEY, value=name)
+    return UserError(f"{what}: {' '.join(what_raised(error).split())}", key=KEY, value=name)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from m2flow.errors import UserError
-from m2flow.user_code import FUNCTION, user_function, where_raised
+from m2flow.user_code import FUNCTION, caught, user_function, what_raised
 
 SHORT_NAMES = {
     "addition": "m2flow.rewards.addition:addition_reward",
@@ -289,26 +289,20 @@ async def _awaited(function: Any, calls: Sequence[Any], part: WeightedReward) ->
     """The same for a coroutine function; so many calls at a time as `concurrency` says."""
     turns = asyncio.Semaphore(part.concurrency)
 
-    async def called(arguments: Any) -> Any:
-        try:
-            return await function(*arguments)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001, a user's code
-            return _raised(error)
-
     async def one(arguments: Any) -> Any:
         async with turns:
+            call = caught(function, *arguments)
             try:
-                return await asyncio.wait_for(called(arguments), part.deadline_seconds)
+                value, error = await asyncio.wait_for(call, part.deadline_seconds)
             except TimeoutError:
                 return _too_slow(part.deadline_seconds)
-            except asyncio.CancelledError as error:  # raised by the function: nobody cancels
-                return _raised(error)
+            return value if error is None else _raised(error)
 
     return list(await asyncio.gather(*map(one, calls)))
 
 
 def _raised(error: BaseException) -> RewardFailure:
-    return RewardFailure(f"raised {type(error).__name__}: {error} ({where_raised(error)})")
+    return RewardFailure(f"raised {what_raised(error)}")
 
 
 def _too_slow(seconds: float) -> RewardFailure:

@@ -47,5 +47,5 @@ def test_each_costs_its_own_call(function: Callable[..., Any], concurrency: int)
     assert told[0] == f"the agent did not end within {SECONDS:g} s"
     assert told[1] == told[4] == ""
     assert told[2].startswith("the agent raised SystemExit: 0 (test_agents.py:")
-    assert told[3].startswith("the agent raised CancelledError: ")
+    assert told[3].startswith("the agent raised CancelledError (test_agents.py:")
     assert ended.empty()

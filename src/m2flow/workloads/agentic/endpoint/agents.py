@@ -20,8 +20,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from m2flow.user_code import where_raised
+from m2flow.user_code import caught, what_raised
 from m2flow.workloads.agentic.endpoint.server import MODEL
+
+LONGEST = 400
+"""Characters of what an agent raised that are told."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +92,13 @@ class Agents:
 
     async def _in_turn(self, item: int, problem: Mapping[str, Any], endpoint: Endpoint) -> None:
         async with self._turns:
+            call = caught(self._function, problem, endpoint)
             try:
-                why = await asyncio.wait_for(self._awaited(problem, endpoint), self._seconds)
+                _, error = await asyncio.wait_for(call, self._seconds)
+                why = "" if error is None else _why(error)
             except TimeoutError:
                 why = self._too_late()
-            except asyncio.CancelledError as error:  # raised by the function: nobody cancels
-                why = _why(error)
             self._ended.put((item, why))
-
-    async def _awaited(self, problem: Mapping[str, Any], endpoint: Endpoint) -> str:
-        try:
-            await self._function(problem, endpoint)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            return _why(error)
-        return ""
 
     def _work(self) -> None:
         """Carry out calls one after the other, each in a thread that may be left to itself."""
@@ -126,5 +122,5 @@ class Agents:
 
 
 def _why(error: BaseException) -> str:
-    said = f"{type(error).__name__}: {str(error)[:300]}"
-    return f"the agent raised {said} ({where_raised(error)})"
+    said = what_raised(error)
+    return f"the agent raised {said if len(said) < LONGEST else f'{said[:LONGEST]} ...'}"
