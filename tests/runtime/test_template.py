@@ -14,8 +14,10 @@ from typing import Any
 
 import psutil
 import pytest
+from ray._private import ray_constants
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.runtime.driver.cluster import SET_UP_WORKER, RayCluster
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.template import LaneTemplate
 from tests.runtime.local_cluster import local_cluster
@@ -117,6 +119,30 @@ def test_it_ends_with_its_launcher(tmp_path: Path) -> None:
         psutil.Process(int(said.stdout)).wait(timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("context", "who"),
+    [
+        ({"py_executable": f"{sys.executable} -I"}, "worker"),
+        ({"py_executable": sys.executable, "env_vars": {"ONE": "1"}}, "Ray's own"),
+        ({}, "Ray's own"),
+    ],
+)
+def test_a_worker_is_set_up_at_once_where_no_more_than_a_python_is_asked_for(
+    context: dict[str, Any], who: str, tmp_path: Path
+) -> None:
+    say = "import json, sys; print(json.dumps([{!r}, sys.argv[1:], sys.flags.isolated]))"
+    (tmp_path / "worker.py").write_text(say.format("worker"))
+    (tmp_path / "setup_worker.py").write_text(say.format("Ray's own"))
+    asked = {"command_prefix": [], "env_vars": {}, "override_worker_entrypoint": None, **context}
+    options = ["--language=PYTHON", f"--serialized-runtime-env-context={json.dumps(asked)}"]
+    script = [str(tmp_path / "worker.py"), "--one", "two words"]
+    command = [sys.executable, str(SET_UP_WORKER), *script, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    own = [*script, *options]
+    expected = [who, script[1:], 1] if who == "worker" else [who, own, 0]
+    assert json.loads(done.stdout) == expected
+
+
 def test_lanes_are_forks_of_it_and_so_are_those_in_their_place() -> None:
     lane = LaneSpec(0, cores=(0,))
     with local_cluster(1):
@@ -129,3 +155,16 @@ def test_lanes_are_forks_of_it_and_so_are_those_in_their_place() -> None:
             assert other != number
             assert psutil.Process(other).ppid() == template.process_id
         assert not psutil.pid_exists(template.process_id)
+
+
+def test_clusters_that_are_started_here_set_workers_up_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's constant that names the script is private: a later Ray may not heed it."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    cluster = RayCluster(())
+    try:
+        below = psutil.Process().children(recursive=True)
+        (raylet,) = [one for one in below if one.name() == "raylet"]
+        assert str(SET_UP_WORKER) in " ".join(raylet.cmdline())
+    finally:
+        cluster.close()
+    assert ray_constants.SETUP_WORKER_FILENAME == "setup_worker.py"

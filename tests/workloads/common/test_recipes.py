@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from m2flow.workloads.common import workload_named
 from m2flow.workloads.common.reading import read_recipe
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
@@ -22,3 +26,26 @@ def test_a_recipe_is_valid(path: Path) -> None:
 def test_a_recipe_is_short(path: Path) -> None:
     """What recipes have in common stands in defaults and in a base."""
     assert len(path.read_text().splitlines()) < 40
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-embodied", "agentic-calculator"])
+def test_what_lanes_import_ahead_holds_all_workers(name: str) -> None:
+    """Else each lane, and each that takes a lost one's place, would import them while others wait.
+
+    What transformers does at a process's first model is done then as well; and Ray is not imported,
+    nor a thread started, or the process could not be forked.
+    """
+    recipe = read_recipe(next(path for path in RECIPES if path.stem == name))
+    workload = workload_named(recipe.workload)
+    workers = {type(one).__module__ for one in workload.flow(recipe).workers.values()}
+    ahead = "; ".join(f"import {module}" for module in workload.modules)
+    said = "{name for name in sys.modules if name.startswith('m2flow')}"
+    known = "sys.modules.get('transformers.conversion_mapping')"
+    first = f"getattr({known}, '_checkpoint_conversion_mapping_cache', None) is not None"
+    forks = "'ray' not in sys.modules and threading.active_count() == 1"
+    code = f"import json, sys, threading; {ahead}; print(json.dumps([*{said}, {first}, {forks}]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    *imported, has_read_patterns, can_be_forked = json.loads(done.stdout)
+    assert workers <= set(imported)
+    assert has_read_patterns or name == "quickstart-embodied"
+    assert can_be_forked

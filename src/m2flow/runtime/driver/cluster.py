@@ -19,6 +19,8 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed
 from m2flow.runtime.transport.sweeping import Sweeper, check_shared_memory
 
+SET_UP_WORKER = Path(__file__).parents[1] / "lane" / "set_up_worker.py"
+
 
 def require_token() -> None:
     """Have the clusters that this process starts refuse connections without the secret token.
@@ -91,7 +93,7 @@ class RayCluster:
                 self.sweeper.add(escape(str(self._folder)))
                 settings["_temp_dir"] = str(self._folder)
             try:
-                with terminal_is_not_heard():
+                with terminal_is_not_heard(), _quick_set_up():
                     ray.init(address=address, logging_level=logging.ERROR, **settings)
             except Exception as error:  # noqa: BLE001 - Ray has no type for it
                 ray.shutdown()
@@ -139,6 +141,22 @@ def terminal_is_not_heard() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _quick_set_up() -> Iterator[None]:
+    """Have a cluster that is started within set up its workers by `set_up_worker.py`.
+
+    Ray names its script by this constant alone; there is no public way.
+    """
+    from ray._private import ray_constants
+
+    rays_own = ray_constants.SETUP_WORKER_FILENAME  # below a folder that an absolute path replaces
+    ray_constants.SETUP_WORKER_FILENAME = str(SET_UP_WORKER)
+    try:
+        yield
+    finally:
+        ray_constants.SETUP_WORKER_FILENAME = rays_own
 
 
 def _first_line(error: Exception) -> str:

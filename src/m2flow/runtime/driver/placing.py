@@ -90,7 +90,6 @@ def options_of(
         **_resources(lane, shares_gpu=shares_gpu),
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         "max_restarts": 0,
-        "concurrency_groups": {"objects": 2},
     }
     isolation = isolated.get(lane.reserved_for or "")
     if isolation is not None:

@@ -36,6 +36,9 @@ START_SECONDS = 120.0
 START_TRIES = 3
 """How often lanes are started at most when the process of one ends before it is up."""
 
+GROUPS = {"objects": 2}
+"""Threads of a lane's process for what is asked of it while it serves."""
+
 MEET_SECONDS = 5.0
 """Longest that a lane may take to answer which has come up while a run goes on."""
 
@@ -72,6 +75,7 @@ class LaneProcesses:
         self.lanes, self._folder, self._key, self._link = tuple(lanes), str(folder), key, link
         self._isolated, self._per_process = dict(isolated), per_process
         self._template = template
+        self._lane_class = ray.remote(concurrency_groups=GROUPS)(LaneProcess)
         self.node: str = ray.get_runtime_context().get_node_id()
         self.spares = Spares(spares, self.make_spare)
         self.actors: dict[int, Any] = {}
@@ -199,8 +203,8 @@ class LaneProcesses:
         """A process for a lane, with Ray's options for it; of the template, where that can be."""
         if self._template is not None and any_process_does(lane):
             options = {**options, "runtime_env": {"py_executable": self._template.command}}
-        make = ray.remote(**options)(LaneProcess)
-        return make.remote(lane, position, self._folder, self._key, self._link, self.one_node)
+        made = self._lane_class.options(**options)
+        return made.remote(lane, position, self._folder, self._key, self._link, self.one_node)
 
     def make_spare(self, lane: LaneSpec, node: str) -> Any:
         """A process that can be a lane later; `node` is Ray's id of its machine."""
@@ -215,7 +219,7 @@ class LaneProcesses:
         for first in range(0, len(self.lanes), self._per_process):
             lanes = self.lanes[first : first + self._per_process]
             options = options_of(lanes[0], nodes[lanes[0].node], {}, shares_gpu=False)
-            actor = ray.remote(**options)(SharedProcess).remote(
+            actor = ray.remote(concurrency_groups=GROUPS, **options)(SharedProcess).remote(
                 [(first + n, lane) for n, lane in enumerate(lanes)],
                 self._folder,
                 self._key,

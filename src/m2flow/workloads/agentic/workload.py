@@ -29,7 +29,11 @@ class Agentic(Reasoning):
     """The workload; see `m2flow.workloads.common.Workload`."""
 
     recipe: type[Recipe] = AgenticRecipe
-    modules: Sequence[str] = (*Reasoning.modules, "m2flow.workloads.agentic.dialect")
+    modules: Sequence[str] = (
+        *Reasoning.modules,
+        "m2flow.workloads.agentic.dialect",
+        "m2flow.workloads.agentic.workers",
+    )
 
     def flow(self, recipe: AgenticRecipe, model: str | None = None) -> Flow:  # type: ignore[override]
         check_model(recipe, model)

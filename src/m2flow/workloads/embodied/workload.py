@@ -33,6 +33,7 @@ class Embodied:
         "m2flow.environments",
         "m2flow.models.policies.actor_critic",
         "m2flow.workloads.embodied.learning",
+        "m2flow.workloads.embodied.workers",
     )
 
     def flow(self, recipe: EmbodiedRecipe, model: str | None = None) -> Flow:

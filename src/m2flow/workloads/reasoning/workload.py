@@ -37,9 +37,11 @@ class Reasoning:
     recipe: type[Recipe] = ReasoningRecipe
     modules: Sequence[str] = (
         "m2flow.models.causal_lm",
+        "m2flow.models.first_load",
         "m2flow.generation.native",
         "m2flow.training.policy",
         "m2flow.workloads.reasoning.learning",
+        "m2flow.workloads.reasoning.workers",
     )
 
     def flow(self, recipe: ReasoningRecipe, model: str | None = None) -> Flow:
