@@ -277,13 +277,16 @@ EMBODIED = {
     "algorithm.clip_high": "`ppo`, `grpo`: how far above 1 it may move",
     "algorithm.gamma": "`ppo`, `sac`: discount from one environment step to the next",
     "algorithm.lam": "`ppo`: 0 trusts the critic, 1 the rewards (GAE's lambda)",
+    "algorithm.advantage_level": "`ppo`: what has an advantage of its own: a chunk of actions, or "
+    "each action of it, without the chunk's rewards before that action "
+    "([how](../explanation/algorithms.md#chunks-of-actions))",
     "algorithm.value_clip": "`ppo`: how far a value may move in a step before its gradient stops, "
     "in shares of the returns' root mean square; `null` for no bound",
     "algorithm.value_coefficient": "`ppo`: weight of the critic's loss",
     "algorithm.value_warmup_steps": "`ppo`: steps at the start in which the critic alone learns",
     "algorithm.entropy_coefficient": "`ppo`, `grpo`: weight of an entropy bonus",
     "algorithm.normalize_advantage": "`ppo`: bring advantages to mean 0 and deviation 1 over all "
-    "turns of the step",
+    "turns of the step; those of actions have the mean of their place in the chunk",
     "algorithm.group_size": "`grpo`: rollouts that begin alike",
     "algorithm.normalize_std": "`grpo`: divide advantages by the group's standard deviation",
     "algorithm.reward": "`grpo`: what episodes are compared by",

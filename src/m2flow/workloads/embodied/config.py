@@ -158,6 +158,7 @@ KEYS_OF_ALGORITHMS = {
     "clip_high": ("ppo", "grpo"),
     "entropy_coefficient": ("ppo", "grpo"),
     "lam": ("ppo",),
+    "advantage_level": ("ppo",),
     "value_clip": ("ppo",),
     "value_coefficient": ("ppo",),
     "value_warmup_steps": ("ppo",),
@@ -182,6 +183,7 @@ class EmbodiedAlgorithmSection(Section):
     other starts were tried in their place `further_draws` times at most; without bounds, those are
     tried again whose episodes are all worth the same. In the
     first `value_warmup_steps` steps of PPO the critic alone learns, and the policy stands still.
+    With `advantage_level: action` an action is not credited with rewards of its chunk before it.
     """
 
     name: Literal["ppo", "grpo", "sac"] = "ppo"
@@ -190,6 +192,7 @@ class EmbodiedAlgorithmSection(Section):
     clip_high: Positive = 0.2
     gamma: Share = 0.99
     lam: Share = 0.95
+    advantage_level: Literal["chunk", "action"] = "chunk"
     value_clip: Positive | None = None
     value_coefficient: NonNegative = 0.5
     value_warmup_steps: Natural = 0
@@ -208,6 +211,13 @@ class EmbodiedAlgorithmSection(Section):
     @model_validator(mode="after")
     def _keys_belong_to_the_algorithm(self) -> EmbodiedAlgorithmSection:
         common.refuse_keys_of_others(self, "algorithm.name", KEYS_OF_ALGORITHMS)
+        if self.advantage_level == "action" and self.level == "chunk":
+            raise UserError(
+                "a whole chunk has one probability ratio, and so one advantage",
+                key="algorithm.advantage_level",
+                value="action",
+                expected="chunk, or algorithm.level action or token",
+            )
         if self.success_bounds is not None and self.success_bounds[0] > self.success_bounds[1]:
             raise UserError(
                 "the lower bound comes first",
@@ -401,6 +411,13 @@ class EmbodiedRecipe(common.Recipe):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> EmbodiedRecipe:
+        if self.policy.kind == "pi0" and self.algorithm.advantage_level == "action":
+            raise UserError(
+                "pi0 denoises the actions of a chunk together: rewards of the first depend on all",
+                key="algorithm.advantage_level",
+                value="action",
+                expected="chunk",
+            )
         sac = self.algorithm.name == "sac"
         if sac and (self.policy.kind, self.policy.distribution) != ("mlp", "squashed"):
             raise UserError(
