@@ -233,6 +233,9 @@ EMBODIED = {
     "hang costs an episode; 0 for the lane's own; none: one a core for heavy simulators",
     "environment.python": "interpreter of those processes, where the simulator is installed in a "
     "virtual environment of its own; none for the run's",
+    "environment.steps_aside": "a simulator that cannot save its state leaves a lane that is short "
+    "of memory (`lane_memory`) too: its episodes are replayed from their seeds and actions when it "
+    "is back; one that saves its state leaves in any case",
     "policy.kind": "an actor-critic on states or on pictures, or a vision-language-action model",
     "policy.chunk": "actions decided at once",
     "policy.hidden": "`mlp`: widths of its layers",

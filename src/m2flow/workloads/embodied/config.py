@@ -32,6 +32,8 @@ class EnvironmentSection(Section):
     simulator is a heavy one, 0 for none: it then runs in the lane's own process. `python` is their
     interpreter, where the simulator's packages clash with m2flow's. `reward` is "module:function":
     given the environment and what a step did, it says the step's reward in the simulator's place.
+    With `steps_aside` a simulator that cannot save its state leaves a lane that is short of memory
+    too, and replays its episodes when it is back.
     """
 
     name: str
@@ -39,6 +41,7 @@ class EnvironmentSection(Section):
     processes: Natural | None = None
     python: str | None = None
     reward: str | None = None
+    steps_aside: Flag = False
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -120,7 +120,8 @@ def recipe_flow(
             recipe.environment,
             recipe.rollout.horizon,
             recipe.rollouts_per_step,
-            saves=spec is not None and spec.restores == "saved",
+            steps_aside=spec is not None
+            and (spec.restores == "saved" or recipe.environment.steps_aside),
         ),
         "actor": Actor(source),
         "learner": EmbodiedLearner(source, recipe, state),
