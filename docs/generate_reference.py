@@ -263,6 +263,8 @@ EMBODIED = {
     "policy.noise_level": "`pi0`: factor of the standard deviation in `sde`",
     "policy.denoising_steps": "`pi0`: steps from noise to action; none: as the checkpoint says",
     "warmup.steps": "steps of behaviour cloning before reinforcement; 0 for none",
+    "warmup.data": "a file of recorded demonstrations, `.npz`, in the place of an expert "
+    "([how](../how-to/own-environment.md#demonstrations-from-a-file))",
     "warmup.episodes": "episodes of the expert that it is cloned from",
     "warmup.batch_size": "turns of a step of cloning",
     "warmup.learning_rate": "of cloning",

@@ -13,6 +13,8 @@ import torch
 
 import m2flow
 from m2flow.engine.plan import LaneSpec
+from m2flow.environments.demonstrations import record_demonstrations
+from m2flow.environments.table import TableEnvironment
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Place
 from m2flow.plan import with_memory
@@ -141,10 +143,16 @@ def test_simulators_may_have_an_interpreter_of_their_own(tmp_path: Path) -> None
     run = train(recipe, run_dir=tmp_path / "run")
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["environment_steps"] == 8
+    shown = tmp_path / "shown.npz"
+    record_demonstrations(shown, TableEnvironment("reach"), lambda one: one.expert(), range(3))
+    cloned = train(
+        recipe, {"warmup": {"steps": 2, "data": str(shown)}}, run_dir=tmp_path / "cloned"
+    )
+    assert (cloned / "warmup" / "policy.safetensors").is_file()
     for changes, line in (
         ({"environment.python": "/nowhere/python"}, "environment.python: is no program"),
         ({"environment.processes": 0}, "environment.processes: another interpreter runs"),
-        ({"warmup.steps": 3}, "warmup.steps: demonstrations are shown where the run is"),
+        ({"warmup.steps": 3}, "warmup.steps: demonstrations are played where the run is"),
         ({"environment.name": "only_there:Reech"}, "only_there has no such class"),
     ):
         with pytest.raises(UserError, match=line):

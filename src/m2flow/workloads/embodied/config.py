@@ -131,17 +131,31 @@ class PolicySection(Section):
 
 
 class EmbodiedWarmupSection(Section):
-    """Behaviour cloning before reinforcement, from episodes of a scripted expert.
+    """Behaviour cloning before reinforcement, from demonstrations.
 
-    `expert` is "module:function": given the environment it says what to do there. Without it the
-    environment's own method `expert` is asked.
+    They lie in the file `data`, or are played by `expert`, "module:function": given the environment
+    it says what to do there. Without either the environment's own method `expert` is asked.
     """
 
     steps: Natural = 0
+    data: str | None = None
     episodes: Count = 200
     batch_size: Count = 64
     learning_rate: Positive = 1e-3
     expert: str | None = None
+
+    @model_validator(mode="after")
+    def _demonstrations_come_from_one_place(self) -> EmbodiedWarmupSection:
+        for key in ("episodes", "expert"):
+            value = getattr(self, key)
+            if self.data is not None and value != type(self).model_fields[key].default:
+                raise UserError(
+                    "is for demonstrations that are played, and warmup.data has them",
+                    key=f"warmup.{key}",
+                    value=value,
+                    hint="take one of the two out",
+                )
+        return self
 
 
 class RolloutSection(Section):
