@@ -17,6 +17,7 @@ from m2flow.errors import UserError
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.cloning import clone, demonstrations
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment, spec_of
+from m2flow.workloads.embodied.workload import WORKLOAD
 
 CLONED: dict[str, Any] = {
     "workload": "embodied",
@@ -158,3 +159,9 @@ def test_demonstrations_come_from_one_place(tmp_path: Path) -> None:
             recipe(warmup=warmup)
     with pytest.raises(UserError, match=r"warmup\.data: is no file of demonstrations"):
         EmbodiedExperiment(recipe(warmup={"steps": 1, "data": str(tmp_path / "nowhere.npz")}))
+
+
+def test_a_policy_that_profiling_keeps_is_named_by_its_demonstrations() -> None:
+    """Another warm-up took the policy that was cloned for the one before."""
+    names = {WORKLOAD.model_name(recipe(warmup={"steps": steps})) for steps in (1, 1, 2)}
+    assert len(names) == 2

@@ -17,10 +17,12 @@ from m2flow.environments.demonstrations import record_demonstrations
 from m2flow.environments.table import TableEnvironment
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Place
-from m2flow.plan import with_memory
+from m2flow.plan import parse_lanes, with_memory
 from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.embodied.config import EnvironmentSection
+from m2flow.workloads.embodied.evaluation import examine
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 from m2flow.workloads.embodied.workers import Simulator
 
@@ -149,6 +151,9 @@ def test_simulators_may_have_an_interpreter_of_their_own(tmp_path: Path) -> None
         recipe, {"warmup": {"steps": 2, "data": str(shown)}}, run_dir=tmp_path / "cloned"
     )
     assert (cloned / "warmup" / "policy.safetensors").is_file()
+    shown.unlink()  # an evaluation clones nothing
+    saved, lanes = cloned / "checkpoints" / "latest", parse_lanes("cpu:1")
+    assert examine(Examination(saved, None, limit=2, lanes=lanes))["length"] > 0
     for changes, line in (
         ({"environment.python": "/nowhere/python"}, "environment.python: is no program"),
         ({"environment.processes": 0}, "environment.processes: another interpreter runs"),
