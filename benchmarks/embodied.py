@@ -9,7 +9,8 @@
    predicts from a profile is told beside what was measured, and was predicted before. Compared
    are the seconds of the rollout: from the first turn to the end of the last one.
 3. Seconds that it takes to save the environments of a lane, to end their processes, and to carry
-   on in new ones, and the memory that it gives back.
+   on in new ones, and the memory that it gives back: of tables, which save their state, and of
+   pendulums, whose episodes are replayed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from harness import Target, arguments, conclude, table
 from mode_records import verdict
 from modes import PROFILED, SIMULATED, Result, compared, figures, report, targets
@@ -51,6 +53,9 @@ STEPS = 4
 
 MOVED = 8
 """Environments that step aside."""
+
+PLAYED = 100
+"""Steps of the episodes in them; of a replayed environment these are taken again."""
 
 
 @dataclass
@@ -89,8 +94,11 @@ def main() -> None:
                     _report_groups(make.__name__, groups[make.__name__])
         finally:
             ray.shutdown()
-    moved = _moved(2 if options.quick else 10)
-    table([f"{MOVED} tables in 2 processes", "median"], [list(row) for row in moved.items()])
+    moved: dict[str, dict[str, float]] = {}
+    for name in ASIDE:
+        moved[name] = _moved(name, 2 if options.quick else 10)
+        rows = [list(row) for row in moved[name].items()]
+        table([f"{MOVED} of {name} in 2 processes, {PLAYED} steps in", "median"], rows)
     found = figures(results) | {name: _of_groups(some) for name, some in groups.items()}
     conclude(
         "embodied",
@@ -243,12 +251,20 @@ def _group_targets(groups: Mapping[str, Mapping[str, Grouped]]) -> list[Target]:
 # --- stepping aside -------------------------------------------------------------------------------
 
 
-def _moved(times: int) -> dict[str, float]:
+ASIDE: dict[str, dict[str, Any]] = {
+    "table:reach": {"max_episode_steps": 2 * PLAYED},
+    "gymnasium:Pendulum-v1": {},
+}
+"""With their options: time limits above `PLAYED`."""
+
+
+def _moved(name: str, times: int) -> dict[str, float]:
     """Seconds of stepping aside and coming back, and megabytes given back; medians."""
     found: dict[str, list[float]] = {}
-    vector = make_environments("table:reach", MOVED, processes=2)
+    vector = make_environments(name, MOVED, processes=2, **ASIDE[name])
     try:
         vector.reset(None, list(range(MOVED)))
+        vector.step(torch.zeros(MOVED, PLAYED, vector.spec.action.size))
         for _ in range(times):
             found.setdefault("megabytes given back", []).append(vector.nbytes / 1e6)
             start = time.perf_counter()
@@ -256,7 +272,7 @@ def _moved(times: int) -> dict[str, float]:
             saved = time.perf_counter()
             vector.close()
             freed = time.perf_counter()
-            vector = make_environments("table:reach", MOVED, processes=2)
+            vector = make_environments(name, MOVED, processes=2, **ASIDE[name])
             made = time.perf_counter()
             vector.restore(state)
             back = time.perf_counter()

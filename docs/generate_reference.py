@@ -233,6 +233,9 @@ EMBODIED = {
     "hang costs an episode; 0 for the lane's own; none: one a core for heavy simulators",
     "environment.python": "interpreter of those processes, where the simulator is installed in a "
     "virtual environment of its own; none for the run's",
+    "environment.steps_aside": "a simulator that cannot save its state leaves a lane that is short "
+    "of memory (`lane_memory`) too: its episodes are replayed from their seeds and actions when it "
+    "is back; one that saves its state leaves in any case",
     "policy.kind": "an actor-critic on states or on pictures, or a vision-language-action model",
     "policy.chunk": "actions decided at once",
     "policy.hidden": "`mlp`: widths of its layers",
@@ -250,7 +253,8 @@ EMBODIED = {
     "processor does, or `lanczos`, as published evaluations on LIBERO do beforehand",
     "policy.temperature": "of the distribution that action tokens are drawn from",
     "policy.dtype": "of a checkpoint's weights",
-    "policy.lora_rank": "train only adapters of this rank; 0 trains everything",
+    "policy.lora_rank": "train only adapters of this rank (of `pi0` its action and state "
+    "projections in full too); 0 trains everything",
     "policy.proprioception": "`openvla-oft`: the policy reads the robot's state too",
     "policy.head": "`openvla-oft`: actions from bins, or by the checkpoint's L1 regression head, "
     "which can be evaluated and not trained",
@@ -259,6 +263,8 @@ EMBODIED = {
     "policy.noise_level": "`pi0`: factor of the standard deviation in `sde`",
     "policy.denoising_steps": "`pi0`: steps from noise to action; none: as the checkpoint says",
     "warmup.steps": "steps of behaviour cloning before reinforcement; 0 for none",
+    "warmup.data": "a file of recorded demonstrations, `.npz`, in the place of an expert "
+    "([how](../how-to/own-environment.md#demonstrations-from-a-file))",
     "warmup.episodes": "episodes of the expert that it is cloned from",
     "warmup.batch_size": "turns of a step of cloning",
     "warmup.learning_rate": "of cloning",
@@ -276,13 +282,16 @@ EMBODIED = {
     "algorithm.clip_high": "`ppo`, `grpo`: how far above 1 it may move",
     "algorithm.gamma": "`ppo`, `sac`: discount from one environment step to the next",
     "algorithm.lam": "`ppo`: 0 trusts the critic, 1 the rewards (GAE's lambda)",
+    "algorithm.advantage_level": "`ppo`: what has an advantage of its own: a chunk of actions, or "
+    "each action of it, without the chunk's rewards before that action "
+    "([how](../explanation/algorithms.md#chunks-of-actions))",
     "algorithm.value_clip": "`ppo`: how far a value may move in a step before its gradient stops, "
     "in shares of the returns' root mean square; `null` for no bound",
     "algorithm.value_coefficient": "`ppo`: weight of the critic's loss",
     "algorithm.value_warmup_steps": "`ppo`: steps at the start in which the critic alone learns",
     "algorithm.entropy_coefficient": "`ppo`, `grpo`: weight of an entropy bonus",
     "algorithm.normalize_advantage": "`ppo`: bring advantages to mean 0 and deviation 1 over all "
-    "turns of the step",
+    "turns of the step; those of actions have the mean of their place in the chunk",
     "algorithm.group_size": "`grpo`: rollouts that begin alike",
     "algorithm.normalize_std": "`grpo`: divide advantages by the group's standard deviation",
     "algorithm.reward": "`grpo`: what episodes are compared by",

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.algorithms.gae import generalised_advantages
-from m2flow.algorithms.segments import discounted_rewards, segment_advantages
+from m2flow.algorithms.segments import (
+    action_advantages,
+    discounted_rewards,
+    segment_advantages,
+)
 
 turn = st.tuples(
     st.floats(-2, 2), st.floats(-2, 2), st.floats(-2, 2), st.booleans(), st.integers(1, 4)
@@ -68,3 +74,42 @@ def test_one_episode_of_single_steps_is_what_is_known_of_answers() -> None:
 def test_rewards_within_a_turn_are_discounted() -> None:
     rewards = torch.tensor([[1.0, 1.0, 1.0], [0.0, 2.0, 0.0]])
     assert discounted_rewards(rewards, 0.5).tolist() == [1.75, 1.0]
+
+
+@given(
+    st.integers(1, 4).flatmap(
+        lambda width: st.lists(
+            st.tuples(st.floats(-2, 2), st.lists(st.floats(-2, 2), min_size=width, max_size=width)),
+            min_size=1,
+            max_size=6,
+        )
+    ),
+    share,
+)
+def test_an_action_leaves_out_the_rewards_of_its_turn_before_it(
+    turns: list[tuple[float, list[float]]], gamma: float
+) -> None:
+    advantages = torch.tensor([one for one, _ in turns], dtype=torch.float64)
+    rewards = torch.tensor([some for _, some in turns], dtype=torch.float64)
+    found = action_advantages(advantages, rewards, gamma)
+    for row, (advantage, some) in enumerate(turns):
+        left = advantage
+        for place, reward in enumerate(some):
+            torch.testing.assert_close(float(found[row, place]), left, rtol=1e-9, atol=1e-9)
+            left -= gamma**place * reward
+    assert torch.equal(found[:, 0], advantages), "chunks of one action are as at the chunk's level"
+
+
+def test_actions_of_a_turn_expect_the_gradient_of_the_turn() -> None:
+    """Summed over all that two choices may come to, each weighed by its probability."""
+    logits = torch.tensor([0.3, -0.8], dtype=torch.float64)
+    chance, gradients = logits.sigmoid(), torch.zeros(2, 2, dtype=torch.float64)
+    for drawn in product((0, 1), repeat=2):
+        choice = torch.tensor(drawn, dtype=torch.float64)
+        weight = (chance * choice + (1 - chance) * (1 - choice)).prod()
+        rewards = torch.stack([1 + 2 * choice[0], choice[0] - 3 * choice[1] * choice[0]])[None]
+        advantage = discounted_rewards(rewards, 0.9) - 0.7
+        score = choice - chance  # of a Bernoulli choice by its logit
+        gradients[0] += weight * score * advantage
+        gradients[1] += weight * score * action_advantages(advantage, rewards, 0.9)[0]
+    torch.testing.assert_close(gradients[0], gradients[1])

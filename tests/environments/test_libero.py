@@ -48,6 +48,32 @@ def test_initial_states_are_numbered_over_the_suite(libero):
         one.reset(0, 50)
 
 
+SUITES = {
+    "libero_spatial": (10, 10, 220, "pick up the black bowl between the plate and the ramekin"),
+    "libero_object": (10, 10, 280, "pick up the alphabet soup and place it in the basket"),
+    "libero_goal": (10, 10, 300, "open the middle drawer of the cabinet"),
+    "libero_10": (10, 10, 520, "put both the alphabet soup and the tomato sauce in the basket"),
+    "libero_90": (90, 74, 400, "close the top drawer of the cabinet"),
+    "libero_spatial_lan": (10, 10, 220, "lift the black bowl between the plate and ramekin"),
+}
+"""Tasks, sentences (rooms of libero_90 share some), limit of steps, the first sentence."""
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_suite_says_its_states_limits_and_sentences(libero, suite):
+    from m2flow.environments.libero import LiberoEnvironment
+
+    tasks, sentences, limit, first = SUITES[suite]
+    spec = LiberoEnvironment(suite, 0).spec
+    assert spec.tasks == tuple((f"{suite}/{number}", 50) for number in range(tasks))
+    assert spec.num_initial_states == 50 * tasks
+    assert spec.max_episode_steps == limit
+    assert len(spec.instructions) == sentences
+    assert spec.instructions[0].startswith(first)
+    assert not any("_" in one or ".bddl" in one for one in spec.instructions)
+    assert suite in LiberoEnvironment.tasks()
+
+
 @pytest.mark.slow
 def test_chunks_pictures_and_replay(libero):
     if not any(found.works for found in backends() if found.name in ("egl", "osmesa")):

@@ -11,15 +11,19 @@ import struct
 import zlib
 from collections.abc import Callable
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.torch import save
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.environments.demonstrations import read_demonstrations
+from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec
 from m2flow.errors import UserError
 from m2flow.flow import Batch
 from m2flow.flow.rollouts import Rollouts
@@ -56,6 +60,15 @@ def check_plan(folder: Path, data: bytes) -> None:
     assert "\n" not in refusal
     if plan is not None:
         assert plan_from_json(to_json(plan)) == plan
+
+
+def check_demonstrations(folder: Path, data: bytes) -> None:
+    file = folder / "shown.npz"
+    file.write_bytes(data)
+    found, refusal = outcome(lambda: read_demonstrations(str(file), WALK))
+    assert "\n" not in refusal
+    if found is not None:
+        assert {len(column) for column in found.values()} == {len(found["action"])}
 
 
 def check_recipe(folder: Path, data: bytes) -> None:
@@ -152,6 +165,21 @@ MANIFEST = json.dumps(
     {"format": 1, "step": 2, "files": {"model/weights": {"bytes": 3, "sha256": "0" * 64}}}
 ).encode()
 
+WALK = EnvironmentSpec(
+    "walk", 1, (ObservationSpec("state", (2,)),), ActionSpec(1, (-1.0,), (1.0,)), instructions=()
+)
+
+
+def _shown() -> bytes:
+    file, count = BytesIO(), np.arange(4.0)
+    words = np.array(["go right"] * 4)
+    state = count.reshape(4, 1).repeat(2, 1)
+    np.savez(file, state=state, action=state[:, :1] / 4, episode=count // 2, instruction=words)
+    return file.getvalue()
+
+
+SHOWN = _shown()
+
 KINDS = {
     "plan": (PLAN, check_plan),
     "recipe": (RECIPE, check_recipe),
@@ -160,6 +188,7 @@ KINDS = {
     "manifest": (MANIFEST, check_manifest),
     "journal": (JOURNAL, check_journal),
     "frame": (TEXT, check_frame),
+    "demonstrations": (SHOWN, check_demonstrations),
 }
 
 

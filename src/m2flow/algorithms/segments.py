@@ -23,6 +23,28 @@ def discounted_rewards(rewards_TK: Tensor, gamma: float) -> Tensor:
     return (rewards_TK.to(torch.float64) * discounts_K).sum(1)
 
 
+def action_advantages(advantages_T: Tensor, rewards_TK: Tensor, gamma: float) -> Tensor:
+    """`A_(t,k) = A_t - (r_(t,0) + gamma r_(t,1) + ... + gamma^(k-1) r_(t,k-1))`.
+
+    An action is credited with what follows it, and not with the rewards of the turn before it.
+    Where actions of a turn are drawn independently given its observation, those rewards do not
+    depend on it, and the expected policy gradient is that of `A_t`. What RLinf calls
+    `reward_type: action_level` (RLinf-VLA, arXiv 2510.06710) has a value of each action too; here
+    there is one of a turn, which is a baseline for all of its actions.
+
+    Args:
+        advantages_T: [T] of the turns, see `segment_advantages`.
+        rewards_TK: [T, K] of their steps, 0 behind the end of an episode.
+        gamma: discount from one step to the next.
+
+    Returns:
+        float64 [T, K].
+    """
+    discounts_K = gamma ** torch.arange(rewards_TK.shape[1], dtype=torch.float64)
+    discounted_TK = rewards_TK.to(torch.float64) * discounts_K
+    return advantages_T[:, None] - (discounted_TK.cumsum(1) - discounted_TK)
+
+
 def segment_advantages(
     rewards_T: Tensor,
     values_T: Tensor,

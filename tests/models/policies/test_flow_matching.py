@@ -230,3 +230,42 @@ def test_scales_are_read_as_openpi_writes_them(tmp_path: Path) -> None:
     (tmp_path / "norm_stats.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"has no state\.mean"):
         _with_scales(tmp_path, options)
+
+
+def test_lora_trains_adapters_and_the_projections_of_actions_and_states() -> None:
+    pytest.importorskip("peft", reason='needs the extra "vla"')
+    from m2flow.models.policies.vla.lora import add_lora
+
+    model, seen = policy(), observations()
+    before = model.act(seen, seeds=SEEDS)
+    add_lora(model, rank=2)
+    torch.testing.assert_close(model.evaluate(seen, before.tokens).logprobs, before.logprobs)
+    old = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimiser = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.01)
+    for _ in range(2):  # of a pair of matrices the second is moved first: it begins at zero
+        optimiser.zero_grad()
+        judged = model.evaluate(seen, before.tokens)
+        assert judged.values is not None
+        (judged.logprobs.mean() + judged.values.sum()).backward()
+        optimiser.step()
+    moved = {name for name, p in model.named_parameters() if not p.equal(old[name])}
+    projections = {
+        f"model.{name}.{part}"
+        for name in (
+            "action_out_proj", "embed_action_time.state_proj", "embed_action_time.action_in_proj",
+            "embed_action_time.action_time_mlp_in", "embed_action_time.action_time_mlp_out",
+        )
+        for part in ("weight", "bias")
+    }  # fmt: skip
+    adapters = {name for name in moved if ".lora_" in name}
+    assert moved - adapters - projections == {
+        name for name in old if name.startswith("value_head.")
+    }
+    assert projections <= moved
+    for part in (
+        "model.model.vlm.language_model",
+        "model.model.vlm.vision_tower",
+        "model.model.dit",
+    ):
+        assert any(name.startswith(part) for name in adapters), part
+    assert all(2 in old[name].shape for name in adapters), "of rank 2"

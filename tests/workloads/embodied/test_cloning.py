@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import m2flow
+from m2flow.algorithms.sampling import derive_seed
+from m2flow.environments.demonstrations import read_demonstrations, record_demonstrations
+from m2flow.environments.registry import make_environment
 from m2flow.errors import UserError
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.cloning import clone, demonstrations
-from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment, spec_of
+from m2flow.workloads.embodied.workload import WORKLOAD
 
 CLONED: dict[str, Any] = {
     "workload": "embodied",
@@ -30,7 +35,8 @@ def recipe(**changes: Any) -> Any:
 
 
 def test_demonstrations_are_chunks_of_what_was_done_next() -> None:
-    observations, actions = demonstrations(recipe(warmup={"episodes": 3}))
+    own = recipe(warmup={"episodes": 3})
+    observations, actions = demonstrations(own, spec_of(own))
     assert actions.shape[1:] == (2, 2)
     assert {len(part) for part in observations.values()} == {len(actions)}
     assert set(observations["instruction"]) == {"reach the red ball"}
@@ -47,10 +53,10 @@ def test_what_an_expert_saw_has_the_dtypes_of_the_spec(monkeypatch: pytest.Monke
         warmup={"steps": 2, "episodes": 2, "expert": "toy_environments:go_right"},
         policy={"hidden": [8]},
     )
-    seen, _ = demonstrations(own)
+    seen, _ = demonstrations(own, spec_of(own))
     assert seen["state"].dtype == torch.float32
     assert seen["image"].dtype == torch.uint8
-    clone(EmbodiedExperiment(own).flow().learner.source.make(), own)
+    clone(EmbodiedExperiment(own).flow().learner.source.make(), own, spec_of(own))
 
 
 def test_a_cloned_policy_does_as_it_was_shown(tmp_path: Path) -> None:
@@ -83,3 +89,79 @@ def test_who_cannot_show_anything_is_refused(changes: dict[str, Any], words: str
         pytest.importorskip("gymnasium")
     with pytest.raises(UserError, match=words):
         EmbodiedExperiment(recipe(**changes))
+
+
+# --- from a file --------------------------------------------------------------------------------
+
+
+def recorded(folder: Path, some: Any) -> str:
+    """The file of what a recipe's expert shows."""
+    path = folder / "shown.npz"
+    environment = make_environment(some.environment.name, **some.environment.arguments)
+    seeds = [derive_seed(some.seed, 6, number) for number in range(some.warmup.episodes)]
+    record_demonstrations(path, environment, lambda one: one.expert(), seeds)
+    return str(path)
+
+
+def test_what_was_recorded_clones_the_policy_that_playing_it_does(tmp_path: Path) -> None:
+    played = recipe(warmup={"steps": 5, "episodes": 3}, policy={"hidden": [8], "chunk": 3})
+    data = recorded(tmp_path, played)
+    read = recipe(warmup={"steps": 5, "data": data}, policy={"hidden": [8], "chunk": 3})
+    ours, theirs = (demonstrations(one, spec_of(one)) for one in (played, read))
+    assert torch.equal(ours[1], theirs[1])
+    for name, part in ours[0].items():
+        other = theirs[0][name]
+        assert part == other if isinstance(part, list) else torch.equal(part, other), name
+    for number, one in enumerate((played, read)):
+        EmbodiedExperiment(one).prepare(tmp_path / str(number))
+    files = [tmp_path / str(number) / "policy.safetensors" for number in (0, 1)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"state": None}, r"has no array 'state'.*it has action, episode, image, instruction$"),
+        ({"action": np.full((4, 2), 3.0)}, r"'action' .*got 3\.0\); expected -1\.0 to 1\.0"),
+        ({"action": np.zeros((4, 3))}, r"'action' .*got \(4, 3\)\); expected \(steps, 2\)"),
+        ({"image": np.zeros((4, 8, 8, 3), np.uint8)}, r"'image' .*expected \(steps, 32, 32, 3\)"),
+        ({"image": np.zeros((4, 32, 32, 3))}, r"'image' .*got 'float64'\); expected uint8"),
+        ({"state": np.full((4, 10), np.nan)}, r"'state' .*not finite"),
+        ({"state": np.zeros((3, 10))}, r"'state' .*got \(3, 10\)"),
+        ({"episode": np.array([0, 1, 0, 1])}, r"'episode' .*the rows of an episode together"),
+        ({"instruction": np.zeros(4)}, r"'instruction' .*expected text"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_before_a_run(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    spec = spec_of(recipe())
+    arrays: dict[str, Any] = {
+        part.name: np.zeros((4, *part.shape), part.dtype) for part in spec.observations
+    }
+    arrays |= {"action": np.zeros((4, 2)), "episode": np.array([7, 7, 2, 2])}
+    arrays |= {"instruction": np.array(["reach"] * 4)}
+    path = tmp_path / "shown.npz"
+    np.savez(path, **arrays)
+    read_demonstrations(str(path), spec)
+    np.savez(path, **{name: x for name, x in (arrays | changes).items() if x is not None})
+    with pytest.raises(UserError, match=f"^warmup.data: .*{words}") as caught:
+        EmbodiedExperiment(recipe(warmup={"steps": 1, "data": str(path)}))
+    assert "\n" not in str(caught.value)
+
+
+def test_demonstrations_come_from_one_place(tmp_path: Path) -> None:
+    for warmup, words in (
+        ({"data": "x.npz", "expert": "a:b"}, "warmup.expert: is for demonstrations that are"),
+        ({"data": "x.npz", "episodes": 7}, "warmup.episodes: is for demonstrations that are"),
+    ):
+        with pytest.raises(UserError, match=words):
+            recipe(warmup=warmup)
+    with pytest.raises(UserError, match=r"warmup\.data: is no file of demonstrations"):
+        EmbodiedExperiment(recipe(warmup={"steps": 1, "data": str(tmp_path / "nowhere.npz")}))
+
+
+def test_a_policy_that_profiling_keeps_is_named_by_its_demonstrations() -> None:
+    """Another warm-up took the policy that was cloned for the one before."""
+    names = {WORKLOAD.model_name(recipe(warmup={"steps": steps})) for steps in (1, 1, 2)}
+    assert len(names) == 2

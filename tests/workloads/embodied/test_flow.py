@@ -57,6 +57,11 @@ FILTERED = {
 
 DRAWN_AGAIN = {**FILTERED, "algorithm": {**FILTERED["algorithm"], "further_draws": 2}}
 
+BY_ACTION = {
+    "algorithm": {"name": "ppo", "advantage_level": "action"},
+    "policy": {"hidden": [16], "chunk": 3},
+}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def importable() -> Iterator[None]:
@@ -97,8 +102,8 @@ def trained(
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, GROUPS, FILTERED, DRAWN_AGAIN],
-    ids=["ppo", "grpo", "filtered", "drawn again"],
+    [{}, BY_ACTION, GROUPS, FILTERED, DRAWN_AGAIN],
+    ids=["ppo", "ppo by action", "grpo", "filtered", "drawn again"],
 )
 def test_every_plan_computes_the_same(pool: Any, changes: dict[str, Any]) -> None:
     some = recipe(**changes)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.distributions import Categorical, Normal
 
+from m2flow.errors import UserError
 from m2flow.flow import Batch, Ragged
 from m2flow.models.policies.actor_critic import mlp_actor_critic
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied import objective
-from m2flow.workloads.embodied.learning import PolicyUpdate
+from m2flow.workloads.embodied.learning import PolicyUpdate, _normalise
 from m2flow.workloads.embodied.objective import wanted
 from m2flow.workloads.embodied.turns import turns_of
 
@@ -45,7 +46,7 @@ def policy(actions: str) -> Any:
     return made
 
 
-def rollouts(actions: str, *, whole: bool) -> Batch:
+def rollouts(actions: str, *, whole: bool, by_action: bool = False) -> Batch:
     """Turns that are carried out to the end, or broken off here and there."""
     random, count = torch.Generator().manual_seed(0), sum(LENGTHS)
 
@@ -68,7 +69,7 @@ def rollouts(actions: str, *, whole: bool) -> Batch:
         "logprobs": near.logprobs + 0.2 * noise(*near.logprobs.shape),
         "values": near.values + noise(count),
         "return": (SCALE * noise(count)).double(),
-        "advantage": noise(count).double(),
+        "advantage": noise(count, *(CHUNK,) * by_action).double(),
     }
     return Batch({f"turn.{name}": Ragged(column, LENGTHS) for name, column in columns.items()})
 
@@ -99,7 +100,9 @@ def slow_loss(model: Any, batch: Batch, level: str, actions: str) -> torch.Tenso
         if level == "chunk":
             columns = [column.sum() for column in columns]
         ratio = (columns[0] - columns[1]).exp().flatten()
-        advantage = float(batch["turn.advantage"].values[turn])
+        advantage = batch["turn.advantage"].values[turn].float()
+        if advantage.dim():  # of each action, and so of all of its coordinates
+            advantage = advantage[:taken].repeat_interleave(ratio.numel() // taken)
         loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         parts.append(loss - 0.03 * columns[2].flatten())
         value = model.value(model.critic({"state": state})).view(())
@@ -109,16 +112,24 @@ def slow_loss(model: Any, batch: Batch, level: str, actions: str) -> torch.Tenso
     return torch.cat(parts).mean() + 0.7 * torch.stack(values).mean()
 
 
+LEVELS = [("token", "chunk"), ("action", "chunk"), ("chunk", "chunk"),
+          ("token", "action"), ("action", "action")]  # fmt: skip
+"""Of ratios and of advantages."""
+
+
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("level", ["token", "action", "chunk"])
+@pytest.mark.parametrize(("level", "credit"), LEVELS)
 @pytest.mark.parametrize("actions", ["gaussian", "categorical"])
-def test_the_gradient_is_that_of_a_slow_computation(actions: str, level: str, whole: bool) -> None:
+def test_the_gradient_is_that_of_a_slow_computation(
+    actions: str, level: str, credit: str, whole: bool
+) -> None:
     algorithm = {
         "level": level, "entropy_coefficient": 0.03, "value_clip": 0.1, "value_coefficient": 0.7,
-        "normalize_advantage": False,
+        "normalize_advantage": False, "advantage_level": credit,
     }  # fmt: skip
     recipe: Any = read_recipe({**RECIPE, "algorithm": algorithm})
-    batch, model, slow = rollouts(actions, whole=whole), policy(actions), policy(actions)
+    batch = rollouts(actions, whole=whole, by_action=credit == "action")
+    model, slow = policy(actions), policy(actions)
     loss = slow_loss(slow, batch, level, actions)
     loss.backward()
     update = PolicyUpdate(model, recipe)
@@ -141,16 +152,21 @@ def test_the_gradient_is_that_of_a_slow_computation(actions: str, level: str, wh
     assert figures["explained_variance"] == pytest.approx(explained, rel=1e-6)
 
 
-@pytest.mark.parametrize("level", ["token", "action", "chunk"])
+@pytest.mark.parametrize(("level", "credit"), LEVELS)
 @pytest.mark.parametrize(("entropy", "value_clip"), [(0.0, None), (0.03, 0.1)])
 def test_numpy_says_the_same_loss_of_few_figures(
-    level: str, entropy: float, value_clip: float | None, monkeypatch: pytest.MonkeyPatch
+    level: str,
+    credit: str,
+    entropy: float,
+    value_clip: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     algorithm = {"level": level, "entropy_coefficient": entropy, "value_clip": value_clip}
     recipe: Any = read_recipe({**RECIPE, "algorithm": algorithm})
-    model, turns = policy("gaussian"), turns_of(rollouts("gaussian", whole=True))
+    model = policy("gaussian")
+    turns = turns_of(rollouts("gaussian", whole=True, by_action=credit == "action"))
     some = turns.examples(level, SCALE, by_episode=False)  # type: ignore[arg-type]
-    some.advantage_T[2] = 1e4  # not every ratio stays within its bounds, nor every log-ratio
+    some.advantage[2] = 1e4  # not every ratio stays within its bounds, nor every log-ratio
     some.old[4] = -100.0
     judged, _ = model.judge(some.observations, some.tokens_TKD)
     few = wanted(judged, some, recipe.algorithm, SCALE)
@@ -213,3 +229,36 @@ def test_mini_batches_without_a_turn_have_no_ratio() -> None:
     figures = PolicyUpdate(policy("gaussian"), recipe).run(rollouts("gaussian", whole=True), None)
     assert figures["ratio"] > 0.5
     assert figures["entropy"] > 0.5
+
+
+@pytest.mark.parametrize("credit", ["chunk", "action"])
+def test_advantages_are_brought_to_mean_0_and_deviation_1(credit: str) -> None:
+    """Those of actions by their place in the chunk, of which some were not carried out."""
+    turns = turns_of(rollouts("gaussian", whole=False, by_action=credit == "action"))
+    rows, places = turns.advantage.view(len(turns), -1).tolist(), range(CHUNK)
+    taken = turns.steps_T.tolist()
+    if credit == "chunk":
+        places = range(1)
+    columns = [[row[k] for row, n in zip(rows, taken, strict=True) if k < n] for k in places]
+    apart = [np.array(column) - np.mean(column) for column in columns]
+    deviation = np.concatenate(apart).std()
+    _normalise(turns, len(places), None)
+    found = turns.advantage.view(len(turns), -1)
+    for k, column in zip(places, apart, strict=True):
+        mine = found[turns.steps_T > k, k].numpy()
+        np.testing.assert_allclose(mine, column / deviation, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"algorithm": {"advantage_level": "action", "level": "chunk"}}, "one probability ratio"),
+        ({"policy": {"kind": "pi0"}, "algorithm": {"advantage_level": "action"}}, "pi0 denoises"),
+        ({"algorithm": {"name": "grpo", "advantage_level": "action"}}, "grpo has no use for it"),
+    ],
+)
+def test_advantages_of_actions_that_there_cannot_be_are_refused(
+    changes: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(UserError, match=line):
+        read_recipe({**RECIPE, **changes})

@@ -32,3 +32,24 @@ def test_a_rollout_takes_an_environment_that_had_its_task() -> None:
     assert places(pool, [6, 7], [11, 12]) == [(0, 1), (0, 0)], "the second has to change"
     assert len(made) == 1
     pool.close()
+
+
+def test_episodes_that_nobody_goes_on_with_are_not_carried_over() -> None:
+    """Between steps of training every rollout is over: replaying what was left took seconds."""
+    restored = []
+
+    def make(count: int) -> Any:
+        vector = make_environments("table:reach", count)
+        vector.restore = restored.append  # type: ignore[method-assign]
+        return vector
+
+    pool = EnvironmentPool(make)
+    for running in (True, False):
+        list(pool.begin([0, 1], [1, 2], None))
+        if not running:
+            pool.release_all()
+        pool.put_away()
+        pool.bring_back()
+        assert bool(restored) == running
+        restored.clear()
+    pool.close()

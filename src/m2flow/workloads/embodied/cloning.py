@@ -1,9 +1,8 @@
-"""Behaviour cloning: a policy that does as a scripted expert did, to begin reinforcement with."""
+"""Behaviour cloning: a policy that does as was demonstrated, to begin reinforcement with."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,15 @@ import torch
 from torch import Tensor
 
 from m2flow.algorithms.sampling import derive_seed
+from m2flow.environments.demonstrations import Expert, played, read_demonstrations
 from m2flow.environments.environment import Environment
 from m2flow.environments.registry import make_environment
+from m2flow.environments.spec import EnvironmentSpec
 from m2flow.errors import UserError
 from m2flow.models.policies.protocol import Policy
 from m2flow.user_code import user_function
 from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.embodied.config import EmbodiedRecipe
-
-Expert = Callable[[Any], Any]
-"""Given the environment, what to do there: float32 [A]."""
 
 
 def expert_of(recipe: EmbodiedRecipe, environment: Environment) -> Expert:
@@ -42,47 +40,44 @@ def expert_of(recipe: EmbodiedRecipe, environment: Environment) -> Expert:
     return user_function(named, "warmup.expert")
 
 
-def demonstrations(recipe: EmbodiedRecipe) -> tuple[dict[str, Any], Tensor]:
-    """What an expert saw and did, turn by turn, in episodes with seeds of their own.
+def demonstrations(recipe: EmbodiedRecipe, spec: EnvironmentSpec) -> tuple[dict[str, Any], Tensor]:
+    """What was seen and done, turn by turn: read from a file, or in episodes that an expert plays.
 
     Returns:
         observations with a row for each turn, and actions [turns, K, A]: what was done in the next
         K steps; behind the end of an episode the last action is repeated.
     """
-    environment = make_environment(recipe.environment.name, **recipe.environment.arguments)
-    expert, chunk = expert_of(recipe, environment), recipe.policy.chunk
-    seen: dict[str, list[Any]] = {}
-    actions: list[Tensor] = []
-    for number in range(recipe.warmup.episodes):
-        environment.reset(derive_seed(recipe.seed, 6, number), None)
-        done: list[Any] = []
-        for _ in range(environment.spec.max_episode_steps or recipe.rollout.horizon):
-            observed = environment.observe()
-            for part in environment.spec.observations:
-                column = np.array(observed[part.name], part.dtype)
-                seen.setdefault(part.name, []).append(torch.from_numpy(column))
-            if environment.spec.instructions is not None:
-                seen.setdefault("instruction", []).append(environment.instruction())
-            done.append(np.asarray(expert(environment), np.float32))
-            step = environment.step(done[-1])
-            if step.terminated or step.truncated or step.success:
-                break
-        padded = done + [done[-1]] * (chunk - 1)
-        actions += [torch.from_numpy(np.stack(padded[n : n + chunk])) for n in range(len(done))]
-    environment.close()
-    whole = {
-        name: column if name == "instruction" else torch.stack(column)
-        for name, column in seen.items()
+    if recipe.warmup.data is not None:
+        shown = read_demonstrations(recipe.warmup.data, spec)
+    else:
+        environment = make_environment(recipe.environment.name, **recipe.environment.arguments)
+        seeds = [derive_seed(recipe.seed, 6, number) for number in range(recipe.warmup.episodes)]
+        expert = expert_of(recipe, environment)
+        shown = played(environment, expert, seeds, recipe.rollout.horizon)
+        environment.close()
+    action_TA, episode_T = shown.pop("action"), shown.pop("episode")
+    at_T = np.arange(len(episode_T))
+    ends = np.append(np.flatnonzero(np.diff(episode_T)), len(episode_T) - 1)
+    last_T = ends[np.searchsorted(ends, at_T)]
+    next_TK = np.minimum(at_T[:, None] + np.arange(recipe.policy.chunk), last_T[:, None])
+    seen: dict[str, Any] = {
+        name: column.tolist() if name == "instruction" else torch.from_numpy(column)
+        for name, column in shown.items()
     }
-    return whole, torch.stack(actions)
+    return seen, torch.from_numpy(action_TA[next_TK])
 
 
-def clone(policy: Policy, recipe: EmbodiedRecipe, progress: RunProgress | None = None) -> None:
-    """Train a policy to give the expert's actions, in place; by maximum likelihood."""
+def clone(
+    policy: Policy,
+    recipe: EmbodiedRecipe,
+    spec: EnvironmentSpec,
+    progress: RunProgress | None = None,
+) -> None:
+    """Train a policy to give the actions that were shown, in place; by maximum likelihood."""
     warmup = recipe.warmup
     if progress is not None:
         progress.phase("warm-up", warmup.steps)
-    observations, actions = demonstrations(recipe)
+    observations, actions = demonstrations(recipe, spec)
     for statistics in policy.running_statistics():
         if statistics.of == "state":
             statistics.take_in(statistics.moments(observations["state"]))

@@ -32,6 +32,8 @@ class EnvironmentSection(Section):
     simulator is a heavy one, 0 for none: it then runs in the lane's own process. `python` is their
     interpreter, where the simulator's packages clash with m2flow's. `reward` is "module:function":
     given the environment and what a step did, it says the step's reward in the simulator's place.
+    With `steps_aside` a simulator that cannot save its state leaves a lane that is short of memory
+    too, and replays its episodes when it is back.
     """
 
     name: str
@@ -39,6 +41,7 @@ class EnvironmentSection(Section):
     processes: Natural | None = None
     python: str | None = None
     reward: str | None = None
+    steps_aside: Flag = False
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -128,17 +131,31 @@ class PolicySection(Section):
 
 
 class EmbodiedWarmupSection(Section):
-    """Behaviour cloning before reinforcement, from episodes of a scripted expert.
+    """Behaviour cloning before reinforcement, from demonstrations.
 
-    `expert` is "module:function": given the environment it says what to do there. Without it the
-    environment's own method `expert` is asked.
+    They lie in the file `data`, or are played by `expert`, "module:function": given the environment
+    it says what to do there. Without either the environment's own method `expert` is asked.
     """
 
     steps: Natural = 0
+    data: str | None = None
     episodes: Count = 200
     batch_size: Count = 64
     learning_rate: Positive = 1e-3
     expert: str | None = None
+
+    @model_validator(mode="after")
+    def _demonstrations_come_from_one_place(self) -> EmbodiedWarmupSection:
+        for key in ("episodes", "expert"):
+            value = getattr(self, key)
+            if self.data is not None and value != type(self).model_fields[key].default:
+                raise UserError(
+                    "is for demonstrations that are played, and warmup.data has them",
+                    key=f"warmup.{key}",
+                    value=value,
+                    hint="take one of the two out",
+                )
+        return self
 
 
 class RolloutSection(Section):
@@ -158,6 +175,7 @@ KEYS_OF_ALGORITHMS = {
     "clip_high": ("ppo", "grpo"),
     "entropy_coefficient": ("ppo", "grpo"),
     "lam": ("ppo",),
+    "advantage_level": ("ppo",),
     "value_clip": ("ppo",),
     "value_coefficient": ("ppo",),
     "value_warmup_steps": ("ppo",),
@@ -182,6 +200,7 @@ class EmbodiedAlgorithmSection(Section):
     other starts were tried in their place `further_draws` times at most; without bounds, those are
     tried again whose episodes are all worth the same. In the
     first `value_warmup_steps` steps of PPO the critic alone learns, and the policy stands still.
+    With `advantage_level: action` an action is not credited with rewards of its chunk before it.
     """
 
     name: Literal["ppo", "grpo", "sac"] = "ppo"
@@ -190,6 +209,7 @@ class EmbodiedAlgorithmSection(Section):
     clip_high: Positive = 0.2
     gamma: Share = 0.99
     lam: Share = 0.95
+    advantage_level: Literal["chunk", "action"] = "chunk"
     value_clip: Positive | None = None
     value_coefficient: NonNegative = 0.5
     value_warmup_steps: Natural = 0
@@ -208,6 +228,13 @@ class EmbodiedAlgorithmSection(Section):
     @model_validator(mode="after")
     def _keys_belong_to_the_algorithm(self) -> EmbodiedAlgorithmSection:
         common.refuse_keys_of_others(self, "algorithm.name", KEYS_OF_ALGORITHMS)
+        if self.advantage_level == "action" and self.level == "chunk":
+            raise UserError(
+                "a whole chunk has one probability ratio, and so one advantage",
+                key="algorithm.advantage_level",
+                value="action",
+                expected="chunk, or algorithm.level action or token",
+            )
         if self.success_bounds is not None and self.success_bounds[0] > self.success_bounds[1]:
             raise UserError(
                 "the lower bound comes first",
@@ -401,6 +428,13 @@ class EmbodiedRecipe(common.Recipe):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> EmbodiedRecipe:
+        if self.policy.kind == "pi0" and self.algorithm.advantage_level == "action":
+            raise UserError(
+                "pi0 denoises the actions of a chunk together: rewards of the first depend on all",
+                key="algorithm.advantage_level",
+                value="action",
+                expected="chunk",
+            )
         sac = self.algorithm.name == "sac"
         if sac and (self.policy.kind, self.policy.distribution) != ("mlp", "squashed"):
             raise UserError(

@@ -15,7 +15,7 @@ from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.resume import recipe_of, run_of
 from m2flow.workloads.common.workload import Examination
-from m2flow.workloads.embodied.config import EmbodiedRecipe
+from m2flow.workloads.embodied.config import EmbodiedRecipe, EmbodiedWarmupSection
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 
 EPISODES = 100
@@ -55,7 +55,9 @@ def examine(asked: Examination) -> dict[str, Any]:
         )
     count, lanes = asked.limit or EPISODES, asked.lanes or parse_lanes("auto")
     evaluation = recipe.evaluation.model_copy(update={"episodes": count, "films": 0})
-    recipe = recipe.model_copy(update={"evaluation": evaluation, "seed": asked.seed})
+    nothing = EmbodiedWarmupSection()  # its demonstrations may be elsewhere
+    changes = {"evaluation": evaluation, "seed": asked.seed, "warmup": nothing}
+    recipe = recipe.model_copy(update=changes)
     experiment = EmbodiedExperiment(recipe)
     starts = experiment.held_out()
     assert starts is not None

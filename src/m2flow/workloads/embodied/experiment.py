@@ -15,6 +15,7 @@ import torch
 
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.environments import Deadlines, make_environments, rendering
+from m2flow.environments.demonstrations import read_demonstrations
 from m2flow.environments.registry import is_light, maker, variables_of
 from m2flow.environments.spec import EnvironmentSpec
 from m2flow.environments.trial import made, try_out
@@ -58,6 +59,8 @@ class EmbodiedExperiment:
             recipe.policy, self.spec, recipe.seed, critic=critic, model=recipe.model
         )
         self._source.make()  # refuses what does not fit; not kept, since it may be large
+        if recipe.warmup.steps and recipe.warmup.data is not None:
+            read_demonstrations(recipe.warmup.data, self.spec)  # the same
         self._start: Path | None = None
 
     @property
@@ -69,7 +72,7 @@ class EmbodiedExperiment:
         """The policy that reinforcement starts from; one that lies there already is taken."""
         if not (folder / WEIGHTS).is_file():
             policy = self._source.make()
-            clone(policy, self.recipe, progress)
+            clone(policy, self.recipe, self.spec, progress)
             write(policy, folder, WEIGHTS)
         self._start = folder
 
@@ -225,7 +228,7 @@ def spec_of(recipe: EmbodiedRecipe) -> EnvironmentSpec:
     # Refuses where nothing can draw. MuJoCo reads them when it is imported, by the maker.
     rendering.use_here(variables_of(*simulated), required=False)
     environment = made(section.name, maker(*simulated))
-    if recipe.warmup.steps:
+    if recipe.warmup.steps and recipe.warmup.data is None:
         expert_of(recipe, environment)
     if is_light(section.name) and not section.processes:
         try_out(environment, section.name, min(recipe.deadline_seconds, Deadlines().reset))
@@ -240,12 +243,12 @@ def _spec_elsewhere(recipe: EmbodiedRecipe, python: str) -> EnvironmentSpec:
         raise UserError(
             "is no program", key="environment.python", value=python, expected="an interpreter"
         )
-    if recipe.warmup.steps:
+    if recipe.warmup.steps and recipe.warmup.data is None:
         raise UserError(
-            "demonstrations are shown where the run is, which has not the simulator",
+            "demonstrations are played where the run is, which has not the simulator",
             key="warmup.steps",
             value=recipe.warmup.steps,
-            expected="0 beside environment.python",
+            expected="warmup.data, or 0 beside environment.python",
         )
     section = recipe.environment
     elsewhere = make_environments(section.name, 1, processes=1, python=python, **section.arguments)

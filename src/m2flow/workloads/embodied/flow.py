@@ -52,10 +52,13 @@ class EmbodiedPPO(EmbodiedFlow):
 
     gamma: float = 0.99
     lam: float = 0.95
+    advantage_level: str = "chunk"
 
     def step(self, starts: Stream) -> Stream:
         rollouts = self.actor.look_beyond(self.rolled_out(starts, 1))
-        return self.learner.train(critic_advantage(rollouts, gamma=self.gamma, lam=self.lam))
+        level = self.advantage_level
+        compared = critic_advantage(rollouts, gamma=self.gamma, lam=self.lam, level=level)
+        return self.learner.train(compared)
 
 
 class EmbodiedGRPO(EmbodiedFlow):
@@ -117,14 +120,20 @@ def recipe_flow(
             recipe.environment,
             recipe.rollout.horizon,
             recipe.rollouts_per_step,
-            saves=spec is not None and spec.restores == "saved",
+            steps_aside=spec is not None
+            and (spec.restores == "saved" or recipe.environment.steps_aside),
         ),
         "actor": Actor(source),
         "learner": EmbodiedLearner(source, recipe, state),
         "group_size": recipe.group_size,
     }
     if algorithm.name == "ppo":
-        return EmbodiedPPO(**workers, gamma=algorithm.gamma, lam=algorithm.lam)
+        return EmbodiedPPO(
+            **workers,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            advantage_level=algorithm.advantage_level,
+        )
     if algorithm.name == "sac":
         return EmbodiedSAC(**workers)
     return EmbodiedGRPO(

@@ -76,7 +76,8 @@ class PolicyUpdate:
         turns = None if rollouts is None else turns_of(rollouts)
         algorithm = self.recipe.algorithm
         if algorithm.name == "ppo" and algorithm.normalize_advantage:
-            _normalise(turns, all_reduce)
+            by_action = algorithm.advantage_level == "action"
+            _normalise(turns, self.recipe.policy.chunk if by_action else 1, all_reduce)
         scale, device = self._scale(), next(self.policy.parameters()).device
         examples = None
         if turns is not None:
@@ -206,16 +207,24 @@ def _explained_variance(turns: TrainingTurns | None, all_reduce: AllReduce | Non
     return explained_variance(totals, totals["turns"])
 
 
-def _normalise(turns: TrainingTurns | None, all_reduce: AllReduce | None) -> None:
-    """Bring advantages to mean 0 and deviation 1 over all turns of all lanes, in place."""
-    sums = torch.zeros(3, dtype=torch.float64)
+def _normalise(turns: TrainingTurns | None, places: int, all_reduce: AllReduce | None) -> None:
+    """Bring advantages to mean 0 and deviation 1 over all turns of all lanes, in place.
+
+    Those of actions have the mean of their place in the chunk (K `places`; 1 for those of turns):
+    the later an action, the more rewards its advantage leaves out, which is no merit of its own.
+    """
+    sums = torch.zeros(3, places, dtype=torch.float64)
     if turns is not None:
-        wide_T = turns.advantage_T.double()
-        sums = torch.stack([wide_T.new_tensor(len(turns)), wide_T.sum(), wide_T.square().sum()])
+        wide_TK = turns.advantage.double().view(len(turns), places)
+        taken_TK = torch.arange(places) < turns.steps_T[:, None]
+        parts = (torch.ones_like(wide_TK), wide_TK, wide_TK.square())
+        sums = torch.stack([(part * taken_TK).sum(0) for part in parts])
     if all_reduce is not None:
         all_reduce([sums])
-    count, total, square = sums.tolist()
+    count_K, total_K, square_K = sums
+    count = float(count_K.sum())
     if turns is not None and count > 1:
-        mean = total / count
-        deviation = max(0.0, square / count - mean * mean) ** 0.5
-        turns.advantage_T = (turns.advantage_T.double() - mean) / (deviation + 1e-8)
+        mean_K = total_K / count_K.clamp(min=1)
+        variance = max(0.0, float((square_K - count_K * mean_K.square()).sum()) / count)
+        away_TK = turns.advantage.double().view(len(turns), places) - mean_K
+        turns.advantage = (away_TK / (variance**0.5 + 1e-8)).view_as(turns.advantage)

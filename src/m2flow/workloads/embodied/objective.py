@@ -71,7 +71,7 @@ def wanted(
         some.counted(at_level(some.carried_out(part), algorithm.level))
         for part in (judged.logprobs, judged.entropy)
     )
-    advantage_N = some.spread(some.advantage_T)
+    advantage_N = some.spread(some.advantage)
     weight_N = None if some.weight_T is None else some.spread(some.weight_T)
     policy = clipped_policy_loss(
         logprobs_N,
@@ -120,8 +120,9 @@ def wanted_of_few(
 ) -> Wanted:
     """What `wanted` says, by NumPy: of float32, all steps carried out, all of the same weight."""
     shape, turns, count = judged.logprobs.shape, len(some), some.old.numel()
-    old_N, advantage_T = some.old.numpy().ravel(), some.advantage_T.numpy()
-    cost_N = -(advantage_T if count == turns else advantage_T.repeat(count // turns))
+    old_N, advantage = some.old.numpy().ravel(), some.advantage.numpy().ravel()
+    times = count // len(advantage)
+    cost_N = -(advantage if times == 1 else advantage.repeat(times))
     with np.errstate(all="ignore"):  # what is not finite is found in the gradients' norm
         log_ratio_N = _at(judged.logprobs, count) - old_N
         ratio_N = np.exp(np.minimum(np.maximum(log_ratio_N, -MAX_LOG_RATIO), MAX_LOG_RATIO))

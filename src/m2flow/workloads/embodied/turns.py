@@ -31,7 +31,7 @@ class TrainingTurns:
         place_T: int64 [T], which turn of the rollout.
         tokens_TKD, logprobs_TKD: what was drawn, and how likely it was.
         steps_T: int64 [T], steps of the turn that were carried out; others count for nothing.
-        advantage_T: float64 [T].
+        advantage: float64 [T], or [T, K] of each action.
         values_T, returns_T: float [T]; None without a critic.
     """
 
@@ -41,7 +41,7 @@ class TrainingTurns:
     tokens_TKD: Tensor
     logprobs_TKD: Tensor
     steps_T: Tensor
-    advantage_T: Tensor
+    advantage: Tensor
     values_T: Tensor | None
     returns_T: Tensor | None
 
@@ -68,7 +68,7 @@ class TrainingTurns:
             self.observations,
             self.tokens_TKD,
             at_level(logprobs, level),
-            self.advantage_T.float(),
+            self.advantage.float(),
             self._weights(level) if by_episode else None,
             share(self.values_T),
             share(self.returns_T),
@@ -92,7 +92,7 @@ class Examples:
     Attributes:
         observations, tokens_TKD: see `TrainingTurns`.
         old: float [T, K, D], [T, K] or [T] by the level: how likely it was what was drawn.
-        advantage_T: float32 [T].
+        advantage: float32 [T], or [T, K] of each action.
         weight_T: float32 [T], of each thing in the turn that the loss counts; None for 1.
         values_T, returns_T: float32 [T], shares of the returns' scale; None without a critic.
         taken_TK: bool [T, K], which steps were carried out; None for all of them.
@@ -101,7 +101,7 @@ class Examples:
     observations: Mapping[str, Any]
     tokens_TKD: Tensor
     old: Tensor
-    advantage_T: Tensor
+    advantage: Tensor
     weight_T: Tensor | None
     values_T: Tensor | None
     returns_T: Tensor | None
@@ -118,7 +118,7 @@ class Examples:
                 return [part[row] for row in index.tolist()]
             return None if part is None else part.index_select(0, index).to(device)
 
-        columns = (self.tokens_TKD, self.old, self.advantage_T, self.weight_T, self.values_T,
+        columns = (self.tokens_TKD, self.old, self.advantage, self.weight_T, self.values_T,
                    self.returns_T, self.taken_TK)  # fmt: skip
         return Examples(
             {name: some(part) for name, part in self.observations.items()}, *map(some, columns)
@@ -149,9 +149,9 @@ class Examples:
             values = values.unsqueeze(-1)
         return self.carried_out(values.expand(shape))
 
-    def spread(self, values_T: Tensor) -> Tensor:
-        """[N] values of turns, at everything in them that the loss counts."""
-        wide = values_T.view(-1, *(1,) * (self.old.dim() - 1))
+    def spread(self, values: Tensor) -> Tensor:
+        """[N] values of turns [T], or of actions [T, K], at everything in them that is counted."""
+        wide = values.view(*values.shape, *(1,) * (self.old.dim() - values.dim()))
         return self.counted(wide.expand_as(self.old))
 
 
@@ -171,7 +171,7 @@ def turns_of(rollouts: Batch) -> TrainingTurns:
         tokens_TKD=column("tokens"),
         logprobs_TKD=column("logprobs"),
         steps_T=column("steps"),
-        advantage_T=column("advantage"),
+        advantage=column("advantage"),
         values_T=column("values"),
         returns_T=column("return"),
     )

@@ -71,8 +71,8 @@ class Embodied:
         return {"model": {"policy": model}, "shapes": shapes}
 
     def model_name(self, recipe: EmbodiedRecipe) -> str:
-        parts = (recipe.policy.model_dump(), recipe.environment.model_dump())
-        return digest([recipe.seed, recipe.model, *parts])
+        parts = (recipe.policy, recipe.environment, recipe.warmup)
+        return digest([recipe.seed, recipe.model, *(part.model_dump() for part in parts)])
 
     def experiment(self, recipe: EmbodiedRecipe) -> EmbodiedExperiment:
         from m2flow.workloads.embodied.experiment import EmbodiedExperiment

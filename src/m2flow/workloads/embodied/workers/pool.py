@@ -86,8 +86,10 @@ class EnvironmentPool:
 
     def put_away(self) -> None:
         """Save all running episodes and end the simulators, with their renderers."""
-        for vector in self._vectors:
-            self._away.append((vector.spec.num_envs, vector.state()))
+        busy = {number for number, _ in self._places.values()}
+        for number, vector in enumerate(self._vectors):
+            state = vector.state() if number in busy else b""  # nobody goes on in what is there
+            self._away.append((vector.spec.num_envs, state))
             vector.close()
         self._vectors = []
 
@@ -96,7 +98,8 @@ class EnvironmentPool:
         away, self._away = self._away, []
         for count, state in away:
             self._vectors.append(self._make(count))
-            self._vectors[-1].restore(state)
+            if state:
+                self._vectors[-1].restore(state)
 
     def close(self) -> None:
         """End all simulators."""

@@ -29,15 +29,15 @@ FIGURES = {"steps": 0, "ends": False, "cut": False}
 class Simulator(Worker):
     """Environments on a lane; an item is a rollout, and stays with the lane that began it.
 
-    A simulator that can save its state steps aside: `offload` saves all running episodes and ends
-    the simulators, and `onload` goes on with them. Another one stays where it is, and says that it
-    has no state to move.
+    One that steps aside saves all running episodes in `offload` and ends the simulators; `onload`
+    goes on with them, from the simulators' saved state or by replaying their actions. Another one
+    stays where it is, and says that it has no state to move.
 
     Args:
         environment: which simulator, and in how many processes.
         horizon: environment steps of a rollout at most.
         rollouts: of a step, on all lanes.
-        saves: whether the simulator can save its state.
+        steps_aside: whether it does.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Simulator(Worker):
         environment: EnvironmentSection,
         horizon: int,
         rollouts: int = 1,
-        saves: bool = False,
+        steps_aside: bool = False,
     ) -> None:
         self.environment, self.horizon = environment, horizon
-        self.rollouts, self.saves = rollouts, saves
+        self.rollouts, self.steps_aside = rollouts, steps_aside
 
     def load(self, place: Place) -> None:
         super().load(place)
@@ -209,7 +209,7 @@ class Simulator(Worker):
         self._resting = set()
 
     def offload(self) -> None:
-        if self.saves:
+        if self.steps_aside:
             self._bytes = self.state_bytes()
             self._pool.put_away()
 
@@ -219,7 +219,7 @@ class Simulator(Worker):
 
     def state_bytes(self) -> int:
         """Of the simulators of this lane's share of the rollouts; 0 where they cannot be moved."""
-        if not self.saves:
+        if not self.steps_aside:
             return 0
         if self._bytes is not None:
             return self._bytes

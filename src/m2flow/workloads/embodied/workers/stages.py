@@ -38,11 +38,18 @@ def begin_alike(starts: Batch, *, group_size: int) -> Batch:
 
 
 @stage
-def critic_advantage(rollouts: Batch, *, gamma: float, lam: float) -> Batch:
-    """Adds `turn.advantage` and `turn.return`: generalised advantage estimation of each turn."""
+def critic_advantage(rollouts: Batch, *, gamma: float, lam: float, level: str = "chunk") -> Batch:
+    """Adds `turn.advantage` and `turn.return`: generalised advantage estimation of each turn.
+
+    At the level "action" the advantage has a column for each action of a turn.
+    """
     import torch
 
-    from m2flow.algorithms.segments import discounted_rewards, segment_advantages
+    from m2flow.algorithms.segments import (
+        action_advantages,
+        discounted_rewards,
+        segment_advantages,
+    )
 
     def turns(name: str) -> Any:
         return rollouts[f"{TURN}{name}"].values
@@ -58,9 +65,12 @@ def critic_advantage(rollouts: Batch, *, gamma: float, lam: float) -> Batch:
         gamma=gamma,
         lam=lam,
     )
+    advantage = found.advantages_T
+    if level == "action":
+        advantage = action_advantages(advantage, turns("reward"), gamma)
     return rollouts.with_columns(
         **{
-            f"{TURN}advantage": Ragged(found.advantages_T, lengths),
+            f"{TURN}advantage": Ragged(advantage, lengths),
             f"{TURN}return": Ragged(found.returns_T, lengths),
         }
     )

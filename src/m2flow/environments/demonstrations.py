@@ -1,0 +1,148 @@
+"""Demonstrations: what an expert saw and did, played in a simulator or read from a file.
+
+They are arrays with a row for each environment step: the parts of an observation by the names of
+the environment's spec; `action` [T, A], what was done there; `episode` [T], a number that the rows
+of an episode share, which follow each other; and, where the environment has language,
+`instruction` [T], its sentences. A file of them is NumPy's `.npz`. NumPy alone, so that they can be
+recorded by the interpreter that has the simulator.
+
+    environment = make_environment("metaworld:reach-v3")
+    record_demonstrations("reach.npz", environment, expert, seeds=range(100))
+
+Legend: T steps of all episodes, A figures of an action.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from m2flow.environments.environment import Array, Environment
+from m2flow.environments.spec import EnvironmentSpec
+from m2flow.errors import UserError
+
+KEY = "warmup.data"
+
+Expert = Callable[[Any], Any]
+"""Given the environment, what to do there: float32 [A]."""
+
+
+def played(
+    environment: Environment, expert: Expert, seeds: Iterable[int], most_steps: int = 1000
+) -> dict[str, Array]:
+    """Episodes of an expert; each ends with its success at the latest.
+
+    Args:
+        environment: in which it acts; it is not closed.
+        expert: who acts.
+        seeds: of the episodes.
+        most_steps: of an episode, where the environment has no limit.
+
+    Returns:
+        the arrays; see the module docstring.
+    """
+    spec = environment.spec
+    rows: dict[str, list[Any]] = {"action": [], "episode": []}
+    for number, seed in enumerate(seeds):
+        environment.reset(seed, None)
+        for _ in range(spec.max_episode_steps or most_steps):
+            observed = environment.observe()
+            for part in spec.observations:
+                rows.setdefault(part.name, []).append(np.array(observed[part.name], part.dtype))
+            if spec.instructions is not None:
+                rows.setdefault("instruction", []).append(environment.instruction())
+            action = np.asarray(expert(environment), np.float32)
+            rows["action"].append(action)
+            rows["episode"].append(number)
+            did = environment.step(action)
+            if did.terminated or did.truncated or did.success:
+                break
+    return {name: np.array(column) for name, column in rows.items()}
+
+
+def record_demonstrations(
+    path: str | Path,
+    environment: Environment,
+    expert: Expert,
+    seeds: Iterable[int],
+    most_steps: int = 1000,
+) -> None:
+    """Play episodes of an expert and write them into a file, for `warmup.data`.
+
+    Args:
+        path: of the file, which ends in `.npz`.
+        environment, expert, seeds, most_steps: see `played`.
+    """
+    arrays: dict[str, Any] = {**played(environment, expert, seeds, most_steps)}
+    np.savez_compressed(path, **arrays)
+
+
+def read_demonstrations(path: str, spec: EnvironmentSpec) -> dict[str, Array]:
+    """Read a file of demonstrations in an environment; arrays of other names are left alone.
+
+    Raises:
+        UserError: it is no such file, or does not fit the environment.
+    """
+    if not zipfile.is_zipfile(path):
+        raise UserError(
+            "is no file of demonstrations", key=KEY, value=path, expected="an .npz file of NumPy"
+        )
+    shapes = {part.name: part.shape for part in spec.observations}
+    shapes |= {"action": (spec.action.size,), "episode": ()}
+    if spec.instructions is not None:
+        shapes["instruction"] = ()
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            names = sorted(file.files)
+            found = {name: file[name] for name in shapes if name in names}
+    except Exception as error:
+        why = f"cannot be read ({type(error).__name__}: {error})"
+        raise UserError(why, key=KEY, value=path, expected="an .npz file of NumPy") from error
+    for name, shape in shapes.items():
+        if name not in found:
+            raise UserError(
+                f"has no array {name!r}, which {spec.name} gives or takes",
+                key=KEY,
+                value=path,
+                expected=", ".join(shapes),
+                hint=f"it has {', '.join(names)}",
+            )
+        if found[name].shape != (len(found["action"]), *shape):
+            raise _unfit(name, found[name].shape, f"(steps, {', '.join(map(str, shape))})")
+    for part in spec.observations:
+        found[part.name] = _as(part.dtype, part.name, found[part.name])
+    found["action"] = _as("float32", "action", found["action"])
+    _check_rows(found, spec)
+    return found
+
+
+def _as(dtype: str, name: str, column: Array) -> Array:
+    """The figures of an array in the dtype of the spec; bytes of pictures are made of nothing."""
+    fits = column.dtype == np.uint8 if dtype == "uint8" else column.dtype.kind in "fiu"
+    if not fits:
+        raise _unfit(name, column.dtype.name, dtype)
+    if not np.isfinite(column).all():
+        raise _unfit(name, "figures that are not finite", "finite ones")
+    return column.astype(dtype, copy=False)
+
+
+def _check_rows(found: dict[str, Array], spec: EnvironmentSpec) -> None:
+    episodes = found["episode"]
+    if not len(episodes) or len(np.unique(episodes)) != 1 + np.count_nonzero(np.diff(episodes)):
+        raise _unfit("episode", "no rows, or rows apart", "the rows of an episode together")
+    if spec.instructions is not None and found["instruction"].dtype.kind != "U":
+        raise _unfit("instruction", found["instruction"].dtype.name, "text")
+    try:
+        spec.action.check(found["action"][:, None])
+    except UserError as error:
+        raise _unfit("action", error.value, str(error.expected)) from error
+
+
+def _unfit(name: str, value: Any, expected: str) -> UserError:
+    return UserError(
+        f"array {name!r} does not fit the environment", key=KEY, value=value, expected=expected
+    )
