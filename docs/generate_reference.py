@@ -149,7 +149,8 @@ MEANING = {
     "generation.captured_decode": "on accelerators: record the native engine's decode steps as "
     "CUDA graphs, and replay them ([engines](../how-to/engines.md)); CPUs, gangs, models with "
     "experts and transformers' own forward pass go without",
-    "generation.stop": "strings of which any ends an answer with the token that completes it",
+    "generation.stop": "strings of which any ends an answer with the token that completes it; "
+    "special tokens of the tokenizer by their names",
     "algorithm.name": "what is learned from a step; it sets the keys of `algorithm` that are not "
     "said ([table](../explanation/algorithms.md))",
     "algorithm.scale": "what advantages are divided by: the deviation of the group, of all tokens "
@@ -187,7 +188,7 @@ MEANING = {
     "critic.value_clip": "`ppo`: how far a value may move in a step before its gradient stops; "
     "`null` for no bound",
     "optimizer.learning_rate": "peak learning rate of AdamW; of reasoning and agentic runs 1e-6 "
-    "where `model.path` is set",
+    "where `model.path` is set, 2e-5 with `model.lora_rank` above 0",
     "optimizer.betas": "AdamW's two decay rates",
     "optimizer.weight_decay": "AdamW's weight decay",
     "optimizer.max_grad_norm": "gradients are scaled down to this norm; `null` for no bound",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
-from m2flow.algorithms.aggregation import denominator
+from m2flow.algorithms.aggregation import Aggregation, denominator
 from m2flow.algorithms.grpo import GRPOLoss
+from m2flow.algorithms.kl import KLEstimator
 from m2flow.errors import UserError
 
 
@@ -70,6 +73,100 @@ def test_agrees_with_a_loop() -> None:
     divisor = denominator(given.lengths_B, "token-mean")
     loss = FULL.loss(**vars(given)).loss / divisor
     assert float(loss.detach()) == pytest.approx(loop_loss(FULL, given))
+
+
+Token = tuple[float, float, float, float, float, float]
+"""Log-probabilities: new, old, of the policy that drew, of the reference; advantage; entropy."""
+
+BUDGET, MOST = 6, 20.0
+"""What an answer counts in the sum of Dr.GRPO; log-ratios are cut at the other."""
+
+
+def plain_loss(
+    grpo: GRPOLoss, sequences: list[list[Token]], *, weighed: bool
+) -> tuple[float, list[float], list[float], float]:
+    """The loss; its derivatives by each log-probability and entropy; the size of the largest."""
+    loss, slopes, of_entropy, size = 0.0, [], [], 1.0
+    counted = [sequence for sequence in sequences if sequence]
+    shares = {
+        "token-mean": lambda _: 1 / sum(map(len, counted)),
+        "sequence-mean-token-mean": lambda length: 1 / (len(counted) * length),
+        "sequence-mean-token-sum": lambda _: 1 / (len(counted) * BUDGET),
+    }
+    for sequence in counted:
+        share = shares[grpo.aggregation](len(sequence))
+        for new, old, drew, reference, advantage, entropy in sequence:
+            ratio = math.exp(min(max(new - old, -MOST), MOST))
+            bounded = min(max(ratio, 0.8), 1.2)
+            away, apart = abs(new - old), reference - new
+            edges = (ratio - 0.8, ratio - 1.2, away - MOST, apart - MOST)
+            hypothesis.assume(all(abs(edge) > 1e-6 for edge in edges))
+            weight = min(math.exp(min(max(old - drew, -MOST), MOST)), 5.0) if weighed else 1.0
+            free = ratio * advantage <= bounded * advantage and away < MOST
+            slope = -weight * ratio * advantage if free else 0.0
+            term = -weight * min(ratio * advantage, bounded * advantage)
+            if grpo.kl_estimator == "k2":
+                kl, kl_slope = apart**2 / 2, -apart
+            else:
+                kl = math.expm1(min(apart, MOST)) - min(apart, MOST)
+                kl_slope = 1 - math.exp(apart) if apart < MOST else 0.0
+            term += grpo.kl_coefficient * kl - grpo.entropy_coefficient * entropy
+            slope += grpo.kl_coefficient * kl_slope
+            loss += share * term
+            slopes.append(share * slope)
+            of_entropy.append(-share * grpo.entropy_coefficient)
+            size = max(size, abs(term), abs(slope))
+    return loss, slopes, of_entropy, size
+
+
+LOGPROB = st.floats(-4, 0) | st.floats(-60, 0)
+TOKEN = st.tuples(LOGPROB, LOGPROB, LOGPROB, LOGPROB, st.floats(-2, 2), st.floats(0, 3))
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(
+    sequences=st.lists(st.lists(TOKEN, max_size=4), min_size=1, max_size=4).filter(any),
+    aggregation=st.sampled_from(
+        ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"]
+    ),
+    estimator=st.sampled_from(["k2", "k3"]),
+    coefficients=st.tuples(st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from([0.0, 0.01])),
+    weighed=st.booleans(),
+)
+def test_kl_entropy_and_weights_against_a_loop(
+    sequences: list[list[Token]],
+    aggregation: Aggregation,
+    estimator: KLEstimator,
+    coefficients: tuple[float, float],
+    weighed: bool,
+) -> None:
+    grpo = GRPOLoss(
+        aggregation=aggregation,
+        token_budget=BUDGET,
+        kl_estimator=estimator,
+        kl_coefficient=coefficients[0],
+        entropy_coefficient=coefficients[1],
+    )
+    expected, slopes, of_entropy, size = plain_loss(grpo, sequences, weighed=weighed)
+    tokens = [token for sequence in sequences for token in sequence]
+    new, old, drew, reference, advantages, entropy = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True)
+    )
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    loss = grpo.loss(
+        new.requires_grad_(),
+        old,
+        advantages,
+        lengths,
+        behaviour_logprobs_T=drew if weighed else None,
+        reference_logprobs_T=reference,
+        entropy_T=entropy.requires_grad_(),
+    ).loss / grpo.denominator(lengths)
+    gradient = torch.autograd.grad(loss, (new, entropy), materialize_grads=True)
+    within = 1e-9 * size
+    assert float(loss.detach()) == pytest.approx(expected, abs=within)
+    assert gradient[0].tolist() == pytest.approx(slopes, abs=within)
+    assert gradient[1].tolist() == pytest.approx(of_entropy, abs=within)
 
 
 @pytest.mark.parametrize(

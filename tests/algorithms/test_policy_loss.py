@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -170,6 +170,40 @@ def test_weights_against_a_loop(level: RatioLevel, rule: GapRule) -> None:
             if rule == "mask" and not 1 / 1.8 <= weight <= 1.8:
                 weight = 0.0
             assert found[t] == pytest.approx(min(weight, 1.8))
+
+
+@settings(max_examples=300)
+@given(
+    sequences=st.lists(st.lists(st.tuples(LOGPROB, LOGPROB), max_size=5), min_size=1, max_size=4),
+    level=st.sampled_from(["token", "sequence"]),
+    rule=st.sampled_from(["truncate", "mask"]),
+    cap=st.floats(1.1, 8),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_random_weights_against_a_loop(
+    sequences: list[list[tuple[float, float]]],
+    level: RatioLevel,
+    rule: GapRule,
+    cap: float,
+    dtype: torch.dtype,
+) -> None:
+    """Gaps of hundreds between the policies among them."""
+    expected = []
+    for sequence in sequences:
+        gaps = [old - behaviour for old, behaviour in sequence]
+        for gap in gaps:
+            exponent = sum(gaps) if level == "sequence" else gap
+            weight = math.exp(min(max(exponent, -20), 20))
+            if rule == "mask":
+                assume(abs(abs(exponent) - math.log(cap)) > 1e-3)
+                weight = weight if abs(exponent) < math.log(cap) else 0.0
+            expected.append(min(weight, cap))
+    pairs = [pair for sequence in sequences for pair in sequence]
+    old, behaviour = (torch.tensor([pair[i] for pair in pairs], dtype=dtype) for i in range(2))
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    found = gap_weights(old, behaviour, lengths, level=level, rule=rule, cap=cap)
+    within = 1e-9 if dtype is torch.float64 else 1e-3
+    assert found.tolist() == pytest.approx(expected, rel=within, abs=within)
 
 
 def test_a_sequence_ratio_keeps_the_credit_of_each_token() -> None:

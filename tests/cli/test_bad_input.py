@@ -145,7 +145,7 @@ SETTINGS = [
     (["model.lora_publish=adapter"], ["model.lora_publish", "no adapters", "set model.lora_rank"]),
     (
         ["mode=collocated", "lanes=2xcpu:1", "layouts.learner=tp3"],
-        ["layouts.learner", "'tp3'"],
+        ["layouts.learner", "'tp3'", "expected one of one, fsdp2, tp2, cp2"],
     ),
 ]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from m2flow.cli.examining import figure_lines, markdown_table
+import pytest
+
+from m2flow.cli.examining import chat_options, figure_lines, markdown_table
+from m2flow.errors import UserError
 
 FOUND = [
     {
@@ -28,6 +31,16 @@ FOUND = [
         "seconds": 60.0,
     },
 ]
+
+
+def test_variables_of_the_chat_template_are_those_of_a_recipe() -> None:
+    said = ["enable_thinking=false", "effort=low", "budget=3", "empty="]
+    expected = {"enable_thinking": False, "effort": "low", "budget": 3, "empty": None}
+    assert chat_options(said) == expected
+    assert chat_options(None) is None
+    for wrong in ("enable_thinking", "=false"):
+        with pytest.raises(UserError, match=r"^--chat-option: is no variable .*expected KEY=VALUE"):
+            chat_options([wrong])
 
 
 def test_a_table_has_a_row_for_each_data_set_and_their_mean() -> None:

@@ -62,14 +62,21 @@ def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
             ["--mode", "collocated", "lanes=cpu:2", "layouts.learner=fsdp3"],
             (
                 "layouts.learner: learner has no such layout on 2 lanes (got 'fsdp3'); "
-                "did you mean 'fsdp2'?"
+                "expected one of one, fsdp2, tp2, cp2"
             ),
         ),
         (
             ["--mode", "collocated", "lanes=2xcpu:2", "layouts.learner=fsdp3"],
             (
-                "layouts.learner: the worker's 4 lanes cannot be divided into replicas of 3 lanes "
-                "(got 'fsdp3'); expected a layout whose lanes divide 4"
+                "layouts.learner: learner's 4 lanes do not divide into replicas of 3 "
+                "(got 'fsdp3'); expected one of one, fsdp2, fsdp4, tp2, tp2.fsdp2, cp2, cp4"
+            ),
+        ),
+        (
+            ["--mode", "disaggregated", "lanes=2xcpu:2", "layouts.learner=fsdp3"],
+            (
+                "layouts.learner: the worker's 2 lanes cannot be divided into replicas of 3 lanes "
+                "(got 'fsdp3'); expected a layout of 1 or 2 lanes"
             ),
         ),
         (

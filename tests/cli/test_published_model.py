@@ -166,6 +166,8 @@ def test_problems_are_turns_of_a_conversation(words: list[str]) -> None:
         151644, 151645, 151644, 151645, 151644,
     ]  # fmt: skip
     assert experiment.model.stop_ids() == (151645, 151643)
+    ends = experiment.model.ends(("<|im_start|>", "</answer>"))
+    assert ends == ((151645, 151643, 151644), ("</answer>",))
     said = ReasoningExperiment(read_recipe(words[0], [*words[1:], "data.system_prompt=Be brief."]))
     text = tokenizer.decode(said.batch(0)["prompt_ids"][0])
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")

@@ -1,4 +1,4 @@
-"""Weights go to vLLM on an accelerator by its weight transfer: in order, whole, or not at all.
+"""vLLM on an accelerator: weights come by its weight transfer, whole or not at all; it sleeps.
 
 Against the stand-in, whose calls are those that vLLM documents and whose GPU memory is a file that
 both processes map. Not run on a GPU.
@@ -98,6 +98,21 @@ def test_an_update_is_started_sent_in_pieces_and_finished_before_its_version_cou
     engine.install(model_of(0).state_dict(), 8)
     assert gap(model_of(0), asked, drained(engine, asked)) < TOLERANCE
     assert calls(engine).count("init_weight_transfer_engine") == 1
+
+
+def test_it_sleeps_and_wakes_with_its_weights(engine: VLLMEngine) -> None:
+    """And takes new ones afterwards; a step while it sleeps ends it."""
+    asked = [Request(1, [1, 2], 0, SamplingParams(8, 1.0))]
+    before = drained(engine, asked)[1].token_ids.tolist()
+    engine.sleep()
+    engine.wake()
+    assert calls(engine)[-2:] == ["sleep 1", "wake_up"]
+    assert drained(engine, asked)[1].token_ids.tolist() == before
+    engine.install(model_of(1).state_dict(), 3)
+    assert gap(model_of(1), asked, drained(engine, asked)) < TOLERANCE
+    engine.sleep()
+    with pytest.raises(RunFailed, match="a step while it sleeps"):
+        drained(engine, asked)
 
 
 def test_an_update_that_vllm_refuses_poisons_it(engine: VLLMEngine) -> None:

@@ -63,7 +63,15 @@ def _golds(shared_data: Path, name: str) -> list[str]:
     return [json.loads(line)["answer"].rpartition("####")[2].strip() for line in lines]
 
 
-@pytest.mark.parametrize(("name", "rows"), [("aime24.jsonl", 30), ("gsm8k_test.jsonl", 1319)])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("aime24.jsonl", 30),
+        ("multiarith.jsonl", 600),
+        ("gsm8k_test.jsonl", 1319),
+        pytest.param("gsm8k_train.jsonl", 7473, marks=pytest.mark.slow),
+    ],
+)
 def test_every_gold_answer_in_every_spelling(shared_data: Path, name: str, rows: int) -> None:
     golds = _golds(shared_data, name)
     assert len(golds) == rows

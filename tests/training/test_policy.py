@@ -277,19 +277,29 @@ def test_the_gap_is_that_to_the_policy_that_drew(
     """Also where the ratio is taken against log-probabilities that were computed again."""
     trainer, rollouts = PolicyTrainer(make_model(), GRPOLoss(), CONFIG), make_rollouts()
     own_T = trainer.logprobs(rollouts)
-    trainer.fold(replace(rollouts, behaviour_logprobs_T=own_T - 0.25, old_logprobs_T=own_T))
+    every_T = torch.ones(own_T.numel(), dtype=torch.bool)
+    apart = {"behaviour_logprobs_T": own_T - 0.25, "old_logprobs_T": own_T, "fresh_T": every_T}
+    trainer.fold(replace(rollouts, **apart))
     figures = trainer.finish()
     assert figures["ratio"] == pytest.approx(1)
     assert figures["logprob_gap"] == pytest.approx(0.25)
     assert figures["behaviour_kl"] == pytest.approx(math.exp(0.25) - 1 - 0.25)
     assert trainer.largest_gap == pytest.approx(0.25)
+    assert trainer.engine_figures["engine_gap"] == pytest.approx(0.25)
+    assert trainer.engine_figures["engine_kl"] == pytest.approx(figures["behaviour_kl"])
     apart_T = torch.linspace(-0.4, 0.3, own_T.numel(), dtype=own_T.dtype)
     trained_T = torch.repeat_interleave(~rollouts.idle_rows(), rollouts.pairs.completion_lengths_B)
-    again_T = trainer.logprobs(rollouts)
-    trainer.fold(replace(rollouts, behaviour_logprobs_T=again_T + apart_T))
+    for fresh_T in (every_T, apart_T > 0):
+        again_T = trainer.logprobs(rollouts)
+        trainer.fold(replace(rollouts, behaviour_logprobs_T=again_T + apart_T, fresh_T=fresh_T))
+        trainer.finish()
+        sizes_T = apart_T[trained_T & fresh_T].abs()
+        largest = float(sizes_T.max())
+        assert trainer.largest_gap == pytest.approx(largest), "of any piece, and of this step alone"
+        assert trainer.engine_figures["engine_gap"] == pytest.approx(float(sizes_T.mean()))
+    trainer.fold(rollouts)
     trainer.finish()
-    largest = float(apart_T[trained_T].abs().max())
-    assert trainer.largest_gap == pytest.approx(largest), "of any piece, and of this step alone"
+    assert not trainer.engine_figures, "no token is known to be fresh"
 
 
 def test_resumed_trainer_goes_on_as_if_it_had_not_stopped(

@@ -263,7 +263,8 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     engine: Annotated[str, typer.Option(help="native, vllm or sglang.")] = "native",
     stop: Annotated[
-        list[str] | None, typer.Option(help="A string that ends an answer; may be said again.")
+        list[str] | None,
+        typer.Option(help="A string or special token that ends an answer; may be said again."),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many problems, or episodes.")
@@ -280,6 +281,14 @@ def evaluate(
     system_prompt: Annotated[
         str | None, typer.Option(help="What stands before the question in the chat template.")
     ] = None,
+    chat_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="A variable of the chat template, such as enable_thinking=false; may be said "
+            "again. By default those that the run MODEL is from has trained with.",
+        ),
+    ] = None,
     lanes: Annotated[str, typer.Option(help="Lanes, such as cpu:2.")] = "auto",
     on_bad_row: Annotated[str, typer.Option(help="fail or skip.")] = "fail",
     workload: Annotated[
@@ -292,7 +301,7 @@ def evaluate(
     ] = False,
 ) -> None:
     """Accuracy and pass@k of a model on problems with known answers, or success of a policy."""
-    from m2flow.cli.examining import figure_lines, markdown_table
+    from m2flow.cli.examining import chat_options, figure_lines, markdown_table
     from m2flow.generation.supported import EXTERNAL
     from m2flow.plan import parse_lanes
     from m2flow.workloads.common import Examination, workload_named
@@ -328,6 +337,7 @@ def evaluate(
         template=template,
         chat=chat,
         system_prompt=system_prompt,
+        chat_options=chat_options(chat_option),
         lanes=parse_lanes(lanes),
         skip_bad_rows=on_bad_row == "skip",
     )

@@ -6,10 +6,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from m2flow.errors import UserError
+
 Figures = Mapping[str, Any]
 
 SHARES = ("accuracy", "maj@", "pass@", "success")
 """How names of figures begin that are shares of 1."""
+
+
+def chat_options(said: Sequence[str] | None) -> dict[str, Any] | None:
+    """What `--chat-option KEY=VALUE` says, with values as in a recipe; None where nothing is said.
+
+    Raises:
+        UserError: one has no name or no value, or its value is not YAML.
+    """
+    from m2flow.workloads.common.reading import parsed
+
+    options = {}
+    for one in said or ():
+        key, equals, value = one.partition("=")
+        if not key or not equals:
+            raise UserError(
+                "is no variable of a chat template",
+                key="--chat-option",
+                value=one,
+                expected="KEY=VALUE, such as enable_thinking=false",
+            )
+        options[key] = parsed(value, f"--chat-option {key}")
+    return options if said else None
 
 
 def figure_lines(figures: Figures) -> list[str]:

@@ -212,10 +212,14 @@ def _placement(worker: str, lanes: Sequence[LaneSpec], layouts: Mapping[str, Lay
             f"the worker's {len(ids)} lanes cannot be divided into replicas of {size} lanes",
             key=f"layouts.{worker}",
             value=layout.name,
-            expected=f"a layout whose lanes divide {len(ids)}",
+            expected=f"a layout of {_divisors(len(ids))} lanes",
         )
     replicas = tuple(tuple(ids[n : n + size]) for n in range(0, len(ids), size))
     return Placement(replicas, layout=layout.name)
+
+
+def _divisors(count: int) -> str:
+    return " or ".join(str(n) for n in range(1, count + 1) if count % n == 0)
 
 
 def _check_layouts(graph: FlowGraph, layouts: Mapping[str, Layout]) -> None:

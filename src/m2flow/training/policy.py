@@ -11,7 +11,9 @@ Shapes: T completion tokens, R rows of a pack.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from torch import Tensor, nn
 
 from m2flow.algorithms.finite import check_finite
 from m2flow.algorithms.grpo import GRPOLoss
+from m2flow.algorithms.kl import kl_per_token
+from m2flow.algorithms.loss import token_sum
 from m2flow.errors import UserError
 from m2flow.training.forward import token_logprobs
 from m2flow.training.optimizer import AdamWConfig, AllReduce
@@ -59,6 +63,9 @@ _TOTALS = (
     "tokens_trained",
     "tokens_computed",
     "behaviour_entropy",
+    "fresh",
+    "engine_gap",
+    "engine_kl",
 )
 
 
@@ -143,7 +150,11 @@ class PolicyTrainer(SummingTrainer):
         """
         steps_before = self.optimizer.num_steps
         self.largest_gap, self._largest_gap = float(self._largest_gap), 0.0
+        self.engine_figures = {}
         totals, figures = self.step(all_reduce)
+        if fresh := totals["fresh"]:
+            names = ("engine_gap", "engine_kl")
+            self.engine_figures = {name: totals[name] / fresh for name in names}
         trained, tokens = totals["tokens_trained"], totals["tokens"]
         means = {name: totals[name] / trained for name in self.algorithm.figures} if trained else {}
         if tokens:
@@ -156,8 +167,13 @@ class PolicyTrainer(SummingTrainer):
         }
 
     largest_gap = 0.0
-    """Of the tokens that this lane trained on in the last step, the largest absolute difference of
-    log-probabilities to those that they were drawn with."""
+    """Of the fresh tokens that this lane trained on in the last step, the largest absolute
+    difference of log-probabilities to those that they were drawn with."""
+
+    engine_figures: Mapping[str, float] = MappingProxyType({})
+    """Of the fresh tokens of the last step, on all lanes: `engine_gap`, the mean absolute
+    difference of log-probabilities to those that they were drawn with, and `engine_kl`, the
+    estimated KL(policy that drew them, policy). Nothing where no token was fresh."""
 
     def discard(self) -> None:
         super().discard()
@@ -202,10 +218,20 @@ class PolicyTrainer(SummingTrainer):
             reference_logprobs_T=column(rollouts.reference_logprobs_T),
             entropy_T=figures.entropy_T,
         )
-        if behaviour_T.numel():
-            gap = (figures.logprobs_T.detach() - behaviour_T).abs().max()
-            self._largest_gap = torch.maximum(gap, torch.as_tensor(self._largest_gap).to(gap))
+        if rollouts.fresh_T is not None and behaviour_T.numel():
+            self._compare(figures.logprobs_T.detach(), behaviour_T, column(rollouts.fresh_T))
         self.learn(terms, microbatch, tokens_trained=microbatch.target_ids_T.numel())
+
+    def _compare(self, logprobs_T: Tensor, behaviour_T: Tensor, fresh_T: Tensor) -> None:
+        """Add up how far fresh tokens are from the log-probabilities that they were drawn with."""
+        gap_T = torch.where(fresh_T, logprobs_T - behaviour_T, 0.0)
+        self.add(
+            fresh=token_sum(fresh_T),
+            engine_gap=token_sum(gap_T.abs()),
+            engine_kl=token_sum(kl_per_token(-gap_T, torch.zeros_like(gap_T))),
+        )
+        largest = gap_T.abs().max()
+        self._largest_gap = torch.maximum(largest, torch.as_tensor(self._largest_gap).to(largest))
 
     def _check(self, rollouts: TokenRollouts) -> None:
         if self.algorithm.needs_reference and rollouts.reference_logprobs_T is None:

@@ -127,6 +127,7 @@ class TokenRollouts:
         advantages_T: constant over a sequence for group-relative algorithms.
         old_logprobs_T: what the ratio is taken against; None for the behaviour ones.
         reference_logprobs_T: under the reference model, or None.
+        fresh_T: bool [T], the tokens that the weights drew which learn from them; None for none.
     """
 
     pairs: TokenPairs
@@ -134,6 +135,7 @@ class TokenRollouts:
     advantages_T: Tensor
     old_logprobs_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
+    fresh_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens = self.pairs.completion_ids_T.numel()
@@ -191,6 +193,7 @@ class TokenRollouts:
             "advantages_T": self.advantages_T,
             "old_logprobs_T": self.old_logprobs_T,
             "reference_logprobs_T": self.reference_logprobs_T,
+            "fresh_T": self.fresh_T,
         }
 
 

@@ -84,6 +84,24 @@ def test_two_steps_keep_engine_and_trainer_together(name: str, tmp_path: Path) -
             assert figures["tokens/generated"] > 16
 
 
+def test_generation_may_compute_in_a_dtype_of_its_own(tmp_path: Path) -> None:
+    """And how far that is from training is seen."""
+    folder = folder_of("gemma3", tmp_path / "model")
+    recipe = recipe_of(
+        folder,
+        model={"path": str(folder), "dtype": "float32"},
+        generation={"max_new_tokens": 12, "dtype": "bfloat16"},
+    )
+    experiment = ReasoningExperiment(recipe)
+    flow = recipe_flow(recipe, experiment.model, experiment.rewards)
+    with launch(flow, items_per_step=4, mode="eager") as run:
+        for step in range(2):
+            figures = experiment.metrics(run.step(experiment.batch(step)))
+            assert 1e-4 < figures["train/engine_gap"] < 0.1
+        assert flow.generator.engine._decoder.dtype is torch.bfloat16  # type: ignore[union-attr]
+        assert {x.dtype for x in flow.learner.policy.parameters()} == {torch.float32}
+
+
 def test_samples_know_the_version_of_each_token(tmp_path: Path) -> None:
     folder = folder_of("gemma3", tmp_path / "model")
     recipe = recipe_of(folder)

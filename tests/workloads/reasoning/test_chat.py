@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from m2flow.models.tokenizer import byte_tokenizer
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import Examination
 from m2flow.workloads.reasoning.encoding import Chat, chat_of, prompt_rows
-from m2flow.workloads.reasoning.evaluation import answered
+from m2flow.workloads.reasoning.evaluation import answered, chat_options_of
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.tasks import Problem
 
@@ -169,3 +170,19 @@ def test_examinations_speak_as_training_does(
     )  # fmt: skip
     answered(asked)
     assert read == ["<system>Add.</system><user>0+0=</user><assistant>"]
+    answered(replace(asked, chat_options={"enable_thinking": False}))
+    assert read[-1] == f"{read[0]}<think></think>"
+
+
+def test_a_checkpoint_is_asked_with_the_template_s_variables_of_its_run(
+    tiny_recipe: MakeRecipe, folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_on(tiny_recipe, folder, rows, chat_options={"enable_thinking": False})
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(json.dumps(recipe.model_dump(mode="json")))
+    asked = Examination(checkpoint, rows)
+    assert chat_options_of(asked) == {"enable_thinking": False}
+    assert chat_options_of(replace(asked, chat_options={"a": 1})) == {"a": 1}
+    assert chat_options_of(replace(asked, chat=False)) == {}
+    assert chat_options_of(replace(asked, model=folder)) == {}

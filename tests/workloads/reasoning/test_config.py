@@ -203,6 +203,12 @@ def test_a_model_that_is_there_has_defaults_of_its_own(tmp_path: Path) -> None:
     agentic = AgenticRecipe.model_validate({"model": {"path": str(tmp_path)}})
     assert (agentic.generation.max_new_tokens, agentic.episode.max_tokens) == (1024, 8192)
     assert agentic.optimizer.learning_rate == 1e-6
+    for kind in (ReasoningRecipe, AgenticRecipe):
+        adapted = {"model": {"path": str(tmp_path), "lora_rank": 8}}
+        assert kind.model_validate(adapted).optimizer.learning_rate == 2e-5
+        assert kind.model_validate(adapted | said).optimizer.learning_rate == 3e-6
+    alone = ReasoningRecipe.model_validate({"model": {"lora_rank": 8}})
+    assert alone.optimizer.learning_rate == ReasoningRecipe().optimizer.learning_rate
 
 
 def test_the_estimator_of_the_kl_follows_from_where_it_is() -> None:

@@ -11,16 +11,20 @@ from typing import Any
 import pytest
 
 from m2flow.errors import UserError
+from m2flow.flow import Batch, Place
+from m2flow.models.tokenizer import PAD_TOKEN
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import Examination
 from m2flow.workloads.common.start import describe, train
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.evaluation import answered
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.workers import Generator
 
 FAKES = Path(__file__).parents[2] / "generation"
 ENGINES = ("vllm", "sglang")
 REAL = {name for name in ENGINES if importlib.util.find_spec(name) is not None}
-QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+RECIPES = Path(__file__).parents[3] / "recipes"
 TINY: dict[str, Any] = {
     "workload": "reasoning",
     "mode": "eager",
@@ -61,6 +65,31 @@ def test_what_an_engine_draws_is_what_the_learner_computes(engine: str, tmp_path
     assert [step["version"] for step in steps] == [1, 2, 3]
     for step in steps:  # with the weights of the version that was published before
         assert step["train/engine_gap"] < 1e-5
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("engine", ["native", *ENGINES])
+def test_a_special_token_ends_answers_by_its_name(engine: str, tmp_path: Path) -> None:
+    """No text holds it, so as a string it never was found; beside it a string is still one."""
+    experiment = ReasoningExperiment(ReasoningRecipe.model_validate(changed(engine=engine)))
+    model = experiment.prepare(tmp_path / "model")
+    generator = Generator(
+        model, samples_per_prompt=8, max_new_tokens=24, engine=engine, cache_gb=0.125,
+        stop=(PAD_TOKEN, "7"),
+    )  # fmt: skip
+    generator.load(Place(spill=tmp_path))
+    try:
+        found = Batch.concat(list(filter(len, generator.generate(experiment.batch(0)))))
+    finally:
+        generator.close()
+    tokenizer, ended = model.tokenizer(), 0
+    ends = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("7")}
+    for ids, reason in zip(found["completion_ids"].rows(), found["finish_reason"], strict=True):
+        *before, last = ids.tolist()
+        assert not ends & set(before)
+        assert (last in ends) == (reason == "stop")
+        ended += last == tokenizer.pad_token_id
+    assert ended
 
 
 @pytest.mark.usefixtures("installed")
@@ -134,8 +163,25 @@ def test_what_an_engine_does_not_do_is_refused(keys: dict[str, Any], words: str)
 @pytest.mark.timeout(3600)
 def test_the_quick_start_learns_with_vllm(tmp_path: Path) -> None:
     words = ["generation.engine=vllm", "generation.cache_gb=1.0", "mode=eager"]
-    found = metrics_of(train(QUICKSTART, words, run_dir=tmp_path / "run"))
+    found = metrics_of(train(RECIPES / "quickstart.yaml", words, run_dir=tmp_path / "run"))
     accuracy = [step["eval/accuracy"] for step in found if "eval/accuracy" in step]
     assert accuracy[0] < 0.5
     assert accuracy[-1] > 0.9
     assert max(step.get("train/engine_gap", 0.0) for step in found) < 1e-3
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(3600)
+def test_two_steps_of_gsm8k_keep_vllm_and_the_learner_together(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    words = [
+        "generation.engine=vllm", "generation.cache_gb=1.0", "mode=eager", "steps=2",
+        "model.dtype=float32", f"data.path={shared_data / 'gsm8k_train.jsonl'}",
+        "training.drop_zero_advantage=false",  # the tiny model gets nothing right
+        "evaluation.problems=4",
+    ]  # fmt: skip
+    found = metrics_of(train(RECIPES / "gsm8k.yaml", words, run_dir=tmp_path / "run"))
+    gaps = [step["train/engine_gap"] for step in found if step["step"] > 0]
+    assert len(gaps) == 2
+    assert all(0 < gap < 1e-3 for gap in gaps)

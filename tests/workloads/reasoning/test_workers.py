@@ -347,6 +347,27 @@ def test_the_largest_gap_to_the_engine_is_that_of_all_lanes(
         assert figures["engine_gap"] < 1
 
 
+def test_the_gap_to_the_engine_is_that_of_what_the_present_weights_drew(
+    samples: Batch, warmed: ModelSource, tiny_recipe: MakeRecipe
+) -> None:
+    """With staleness too, where other samples are further away for their age."""
+    learner = loaded(Learner(warmed, tiny_recipe(max_staleness=1, minibatches=1)), version=3)
+    logprobs = learner.logprobs(samples)["old_logprobs"]
+    fresh = [row % 2 == 0 for row in range(len(samples))]
+    rows = zip(logprobs.rows(), fresh, strict=True)
+    apart = torch.cat([values - (0.5 if new else 2.0) for values, new in rows])
+    versions = [(3, 3) if new else (2, 3) for new in fresh]
+    drawn_with = Ragged(apart, logprobs.lengths)
+    some = samples.with_columns(behaviour_logprobs=drawn_with, version=versions)
+    learner.train(some)
+    figures = learner.train_finish()
+    assert figures["logprob_gap"] > 0.6
+    for name in ("engine_gap", "engine_gap_max"):
+        assert figures[name] == pytest.approx(0.5, abs=1e-4)
+    learner.train(some)  # by now all of them are of older weights
+    assert not {"engine_gap", "engine_kl", "engine_gap_max"} & learner.train_finish().keys()
+
+
 def test_good_answers_become_likelier(samples: Batch, warmed: ModelSource, recipe: Any) -> None:
     learner = loaded(Learner(warmed, recipe))
     old = learner.logprobs(samples)["old_logprobs"]

@@ -91,28 +91,31 @@ def layouts_of(recipe: Recipe, flow: Flow, lanes: Sequence[LaneSpec]) -> dict[st
         lanes: where the workers may stand.
 
     Raises:
-        UserError: the flow has no such worker, the worker knows no such layout on these lanes, or
-            something that the layout divides cannot be divided so.
+        UserError: the flow has no such worker, the worker knows no such layout on these lanes,
+            something that the layout divides cannot be divided so, or, under `collocated`, the
+            lanes do not divide into such replicas.
     """
     found, declared = {}, declared_layouts(flow, lanes)
+    free = sum(lane.reserved_for is None for lane in lanes)
     for worker, name in recipe.layouts.items():
         key = f"layouts.{worker}"
         if worker not in flow.workers:
             raise UserError("is no worker", key=key, hint=suggestion(worker, flow.workers))
         known = {layout.name: layout for layout in declared[worker]}
+        possible = [one for one in known.values() if one.obstacle() is None]
+        fitting = [one for one in possible if free % one.lanes == 0]
         if name not in known:
-            raise UserError(
-                f"{worker} has no such layout on {len(lanes)} lane{'s' if len(lanes) > 1 else ''}",
-                key=key,
-                value=name,
-                hint=suggestion(name, [one.name for one in known.values() if not one.obstacle()]),
-            )
-        if (obstacle := known[name].obstacle()) is not None:
-            possible = [one for one in known.values() if one.obstacle() is None]
-            alike = [one for one in possible if one.lanes == known[name].lanes] or possible
-            names = ", ".join(one.name for one in alike)
-            raise UserError(obstacle, key=key, value=name, expected=f"one of {names}")
-        found[worker] = known[name]
+            problem = f"{worker} has no such layout on {free} lane{'s' if free > 1 else ''}"
+        elif (obstacle := known[name].obstacle()) is not None:
+            problem = obstacle
+            fitting = [one for one in possible if one.lanes == known[name].lanes] or possible
+        elif recipe.mode == "collocated" and known[name] not in fitting:
+            problem = f"{worker}'s {free} lanes do not divide into replicas of {known[name].lanes}"
+        else:
+            found[worker] = known[name]
+            continue
+        names = ", ".join(one.name for one in fitting)
+        raise UserError(problem, key=key, value=name, expected=f"one of {names}")
     return found
 
 

@@ -96,7 +96,7 @@ def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> Iterator[tuple[s
             raise UserError(
                 "is not an override", key=override, expected="key=value, such as steps=100"
             )
-        yield key, _parsed(value, key)
+        yield key, parsed(value, key)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise UserError("is not text", key=str(path), expected="a YAML file in UTF-8") from None
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", key=str(path)) from None
-    data = _parsed(text, str(path))
+    data = parsed(text, str(path))
     if not isinstance(data, dict):
         found = type(data).__name__ if data is not None else "nothing"
         raise UserError(
@@ -161,7 +161,12 @@ _YamlLoader.add_implicit_resolver(
 )
 
 
-def _parsed(text: str, key: str) -> Any:
+def parsed(text: str, key: str) -> Any:
+    """A value in YAML.
+
+    Raises:
+        UserError: under the name `key`, if it is none.
+    """
     try:
         return yaml.load(text, _YamlLoader)  # noqa: S506 - a safe loader that refuses doubled keys
     except yaml.MarkedYAMLError as error:

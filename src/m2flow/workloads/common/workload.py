@@ -73,6 +73,8 @@ class Examination:
         chat: whether the prompt is the user's turn in the model's chat template; None where the
             model has one.
         system_prompt: the turn before it.
+        chat_options: variables of the template, as `data.chat_options`; None for those of the run
+            that the model is a checkpoint of, if it is one.
         lanes: where it runs; none for all that this machine has, as `lanes: auto` in a recipe.
         skip_bad_rows: leave rows that cannot be read out, instead of refusing the file.
     """
@@ -92,6 +94,7 @@ class Examination:
     template: str | None = None
     chat: bool | None = None
     system_prompt: str | None = None
+    chat_options: Mapping[str, Any] | None = None
     lanes: Sequence[LaneSpec] = ()
     skip_bad_rows: bool = False
 

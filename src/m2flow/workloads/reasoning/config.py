@@ -166,7 +166,7 @@ class GenerationSection(Section):
     """How answers are drawn; `dtype` is the model's where it is not said.
 
     Any of the strings in `stop` ends an answer with the token that completes it, as the model's end
-    tokens do; the answer keeps it.
+    tokens do; the answer keeps it. A special token, such as `<|im_end|>`, is one of them by name.
 
     `top_k`, `top_p` and `min_p` keep the likeliest tokens. Training knows nothing of them: ratios
     to what was drawn from are off then, unless `training.recompute_logprobs` sets them right.
@@ -412,6 +412,9 @@ PRETRAINED: dict[str, dict[str, Any]] = {
 }
 """What is not said of a run that starts from a model's folder: sizes of real models and answers."""
 
+LEARNING_RATE_OF_ADAPTERS = 2e-5
+"""In place of that of `PRETRAINED`, where adapters alone are trained."""
+
 
 class ReasoningRecipe(common.Recipe):
     """A whole run.
@@ -476,9 +479,12 @@ class ReasoningRecipe(common.Recipe):
         model = data.get("model") if isinstance(data, dict) else None
         if not isinstance(model, dict) or model.get("path") is None:
             return data
-        said = {name: data.get(name, {}) for name in cls.pretrained}
+        unsaid = dict(cls.pretrained)
+        if model.get("lora_rank"):
+            unsaid["optimizer"] = {"learning_rate": LEARNING_RATE_OF_ADAPTERS}
+        said = {name: data.get(name, {}) for name in unsaid}
         fitting = {
-            name: cls.pretrained[name] | section
+            name: unsaid[name] | section
             for name, section in said.items()
             if isinstance(section, dict)
         }

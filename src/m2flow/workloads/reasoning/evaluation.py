@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from m2flow.rewards.final_answer import extract_answer
 from m2flow.rewards.number import read_number
 from m2flow.rewards.reward import WeightedReward
 from m2flow.rewards.symbolic import canonical
+from m2flow.workloads.common.resume import recipe_of, run_of
 from m2flow.workloads.common.workload import Examination
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.data import (
     DEFAULT_TEMPLATE,
     OnBadRow,
@@ -94,7 +96,8 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     tokenizer, context = source.tokenizer(), context_of(source.path)
     seeds = [derive_seed(asked.seed, 2, index) for index in range(len(problems))]
     names = Names(str(asked.data), "--max-new-tokens", "max_position_embeddings")
-    chat = chat_of(tokenizer, asked.chat, asked.system_prompt, key="--chat")
+    options = chat_options_of(asked)
+    chat = chat_of(tokenizer, asked.chat, asked.system_prompt, options, key="--chat")
     batch = encode(problems, seeds, tokenizer, context, max_new_tokens, names, chat)
     flow = Evaluate(
         generator=Generator(
@@ -172,6 +175,15 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     1 - C(n - c, k) / C(n, k): Chen et al. 2021 (arXiv 2107.03374), equation 1.
     """
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def chat_options_of(asked: Examination) -> Mapping[str, Any]:
+    """Variables of the chat template: those that are asked for, or that the run trained with."""
+    if asked.chat_options is not None or asked.chat is False:
+        return asked.chat_options or {}
+    run = run_of(asked.model)
+    recipe = None if run is None else recipe_of(run)
+    return recipe.data.chat_options if isinstance(recipe, ReasoningRecipe) else {}
 
 
 def _temperature(asked: Examination) -> float:

@@ -80,7 +80,7 @@ class TurnGenerator(Generator):
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
-            stop_strings=self.stop_strings(),
+            stop_strings=self._stop_strings,
         )
 
     def _drawn(self, requests: list[Any]) -> list[Completion]:

@@ -49,8 +49,13 @@ def lengths_of(samples: Batch, column: str) -> Tensor:
     return torch.tensor(samples[column].lengths, dtype=torch.int64)
 
 
-def rollouts(samples: Batch) -> TokenRollouts:
-    """What the policy learns from; `advantages` of tokens, or an `advantage` of each answer."""
+def rollouts(samples: Batch, version: int | None = None) -> TokenRollouts:
+    """What the policy learns from; `advantages` of tokens, or an `advantage` of each answer.
+
+    Args:
+        samples: with the `version` of the weights that drew the first token and the last, if known.
+        version: of the weights that learn from them; None where it does not matter.
+    """
     import torch
 
     from m2flow.training.rollouts import TokenRollouts
@@ -66,6 +71,10 @@ def rollouts(samples: Batch) -> TokenRollouts:
         some = replace(some, old_logprobs_T=samples["old_logprobs"].values)
     if "reference_logprobs" in samples:
         some = replace(some, reference_logprobs_T=samples["reference_logprobs"].values)
+    if version is not None and "version" in samples:
+        fresh_B = torch.tensor([set(drew) == {version} for drew in samples["version"]]).bool()
+        fresh_T = torch.repeat_interleave(fresh_B, pairs.completion_lengths_B)
+        some = replace(some, fresh_T=fresh_T)
     return some
 
 

@@ -45,7 +45,7 @@ class Generator(Worker):
             accelerator's memory, or what weights leave of it, or what is needed of a CPU's.
         captured_decode: whether the native engine records its decode steps on an accelerator.
         key_value_heads: of the model, which layouts divide; None for what the model's folder says.
-        stop: strings that end an answer, beside the model's end tokens.
+        stop: strings that end an answer, beside the model's end tokens; special tokens by name.
         tokens_per_step: most that a step draws of an answer; what has not ended then is carried
             over. None for all of it.
         adapted: what adapters stand on, where they alone are published; None for whole weights.
@@ -102,7 +102,7 @@ class Generator(Worker):
         from m2flow.generation.native import NativeEngine
         from m2flow.generation.tensor_parallel import TensorParallel
 
-        self._stop_ids, stops = self.model.stop_ids(), bool(self.stop_strings())
+        self._stop_ids, self._stop_strings = self.model.ends(self.stop_strings())
         dtype = dtype_on(self.dtype, place.device)
         self._whole = None if self.adapted is None else self.adapted.tensors(place.device)
         if self.engine_name != "native":
@@ -118,7 +118,7 @@ class Generator(Worker):
                 dtype=dtype,
                 device=place.device,
                 cache_bytes=_cache_bytes(self.cache_gb, place),
-                stop_strings=stops,
+                stop_strings=bool(self._stop_strings),
                 scratch=place.spill,
             )
             return
@@ -134,12 +134,12 @@ class Generator(Worker):
             parallel=TensorParallel.of(place.gang),
             cache_bytes=_cache_bytes(self.cache_gb, place, weight_bytes),
             capture=_capture(place.device) if self.captured_decode else None,
-            text_of=_text_of(self.model.tokenizer()) if stops else None,
+            text_of=_text_of(self.model.tokenizer()) if self._stop_strings else None,
         )
         self.engine.install(model.state_dict(), place.version)
 
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end an answer."""
+        """Strings that end an answer, special tokens among them."""
         return self.stop
 
     @stage(unit="group")
@@ -217,7 +217,7 @@ class Generator(Worker):
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
-            stop_strings=self.stop_strings(),
+            stop_strings=self._stop_strings,
         )
 
     def install(self, weights: Mapping[str, Any], version: int) -> None:

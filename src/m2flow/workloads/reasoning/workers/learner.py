@@ -26,6 +26,7 @@ class Learner(Trained):
         from m2flow.training.policy import PolicyTrainer
         from m2flow.workloads.reasoning.learning import loss_of, trainer_config
 
+        self._version = place.version
         loss, config = loss_of(self.recipe), trainer_config(self.recipe, place.device)
         self.adapts = self.recipe.model.lora_rank > 0
         self.begin(
@@ -52,24 +53,20 @@ class Learner(Trained):
     @stage(accumulates=True, minibatches="minibatches")
     def train(self, samples: Batch) -> Batch:
         """Accumulates the gradient of these samples."""
-        self.fold(samples, rollouts(samples))
+        self.fold(samples, rollouts(samples, self._version))
         return outcome(samples)
 
     def _step(self) -> dict[str, float]:
-        """Of the first step on what the present weights drew, the engine's gap is known too.
+        """Of the first step the engine's gap is known too, on what the present weights drew.
 
         Nothing but the engine stands between the two log-probabilities then.
         """
         figures, first = super()._step(), self._steps == 0
         self._steps = (self._steps + 1) % (self.minibatches * self.recipe.algorithm.epochs)
-        fresh = not self.recipe.max_staleness and self.recipe.generation.tokens_per_step is None
-        if not (first and fresh):
-            return figures
-        largest = self._largest(self.trainer.largest_gap)  # collective
-        if "logprob_gap" in figures:
-            figures["engine_gap_max"] = largest
-            figures["engine_gap"] = figures["logprob_gap"]
-            figures["engine_kl"] = figures["behaviour_kl"]
+        self._version += self._steps == 0
+        if first and (engine := self.trainer.engine_figures):
+            largest = self._largest(self.trainer.largest_gap)  # collective
+            figures |= {**engine, "engine_gap_max": largest}
         return figures
 
     def _largest(self, figure: float) -> float:

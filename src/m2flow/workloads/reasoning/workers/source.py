@@ -81,6 +81,24 @@ class ModelSource:
             )
         return tuple(configured) if isinstance(configured, list) else (configured,)
 
+    def ends(self, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """What ends an answer: `stop_ids`, with the ids of special tokens that strings name, and
+        the other strings. A special token is never part of an answer's text.
+
+        Args:
+            strings: that are to end answers.
+
+        Raises:
+            UserError: as `stop_ids`.
+        """
+        ids = self.stop_ids()
+        if not strings:
+            return ids, ()
+        tokens = self.tokenizer().added_tokens_decoder.items()
+        special = {str(token): number for number, token in tokens if token.special}
+        named = [special[one] for one in strings if one in special]
+        return (*ids, *named), tuple(one for one in strings if one not in special)
+
     def tokenizer(self) -> Any:
         from m2flow.models.causal_lm import load_tokenizer
 

@@ -42,6 +42,9 @@ class LLMEngine:
         self.cached: dict[tuple[int, ...], Tensor] = {}
         self.version = "default"
         self.transfer = WeightTransfer(args.weight_transfer_config, self._load)
+        self.may_sleep = args.enable_sleep_mode
+        self.asleep: dict[str, Tensor] | None = None
+        """While it sleeps: its weights, on the host."""
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
@@ -80,6 +83,25 @@ class LLMEngine:
             for name, weight in weights:
                 own[name].copy_(weight)
 
+    @torch.no_grad()
+    def sleep(self, level: int = 1) -> None:
+        """Weights go to the host; keys and values are forgotten, and requests with them."""
+        print(f"called sleep {level}", flush=True)
+        assert self.may_sleep
+        assert level == 1
+        self.running.clear()
+        self.cached.clear()
+        self.asleep = {name: x.clone() for name, x in self.model.named_parameters()}
+        for weight in self.model.parameters():
+            weight.fill_(torch.nan)
+
+    def wake_up(self) -> bool:
+        print("called wake_up", flush=True)
+        assert self.asleep is not None, "it does not sleep"
+        self._load(list(self.asleep.items()))
+        self.asleep = None
+        return True
+
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         if self.running and not reset_running_requests:
             return False
@@ -89,6 +111,7 @@ class LLMEngine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         assert not self.transfer.active, "a step in the middle of an update"
+        assert self.asleep is None, "a step while it sleeps"
         done = []
         for name, one in list(self.running.items()):
             ids = (*one.prompt, *one.tokens)
