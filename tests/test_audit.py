@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -16,25 +16,36 @@ PROJECT = Path(__file__).parents[1]
 SOURCES = sorted((PROJECT / "src").rglob("*.py"))
 
 
-def unsafe_loads(source: str) -> Iterator[int]:
-    """Lines on which `torch.load` is called, or handed on, without `weights_only=True`."""
+def unmarked(
+    source: str, called: Callable[[ast.Attribute], bool], word: str, wanted: object
+) -> Iterator[int]:
+    """Lines on which a function is called, or handed on, without a literal argument."""
     tree = ast.parse(source)
     safe = {
         id(node.func)
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        for word in node.keywords
-        if word.arg == "weights_only"
-        and isinstance(word.value, ast.Constant)
-        and word.value.value is True
+        for one in node.keywords
+        if one.arg == word and isinstance(one.value, ast.Constant) and one.value.value is wanted
     }
     for node in ast.walk(tree):
-        named = isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load"
-        imported = isinstance(node, ast.ImportFrom) and node.module == "torch"
-        if (named and id(node) not in safe) or (
-            imported and any(one.name == "load" for one in node.names)
-        ):
+        if isinstance(node, ast.Attribute) and called(node) and id(node) not in safe:
             yield node.lineno
+
+
+def unsafe_loads(source: str) -> Iterator[int]:
+    """Lines on which `torch.load` is called, or handed on, without `weights_only=True`."""
+    yield from unmarked(source, lambda x: ast.unparse(x) == "torch.load", "weights_only", True)
+    for node in ast.walk(ast.parse(source)):
+        imported = isinstance(node, ast.ImportFrom) and node.module == "torch"
+        if imported and any(one.name == "load" for one in node.names):
+            yield node.lineno
+
+
+def trusting_reads(source: str) -> Iterator[int]:
+    """Lines on which transformers may run, or ask whether to run, code of a model folder."""
+    names = ("from_pretrained", "from_config")
+    return unmarked(source, lambda x: x.attr in names, "trust_remote_code", False)
 
 
 def test_torch_loads_weights_only() -> None:
@@ -55,6 +66,25 @@ def test_torch_loads_weights_only() -> None:
 def test_what_would_load_more_is_found(source: str) -> None:
     assert list(unsafe_loads(source)) == [1]
     assert list(unsafe_loads("torch.load(f, weights_only=True)")) == []
+
+
+def test_no_code_of_a_model_folder_is_run() -> None:
+    found = [f"{path}:{line}" for path in SOURCES for line in trusting_reads(path.read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "AutoConfig.from_pretrained(f)",
+        "auto.from_pretrained(f, trust_remote_code=True)",
+        "AutoModel.from_config(f, trust_remote_code=None)",
+        "read = AutoTokenizer.from_pretrained",
+    ],
+)
+def test_what_would_run_code_is_found(source: str) -> None:
+    assert list(trusting_reads(source)) == [1]
+    assert list(trusting_reads("AutoConfig.from_pretrained(f, trust_remote_code=False)")) == []
 
 
 @pytest.mark.parametrize(

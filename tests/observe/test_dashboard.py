@@ -8,6 +8,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from m2flow.observe.dashboard import Dashboard
 from m2flow.observe.dashboard.following import FollowedRun, differing_keys, runs_in, told_apart
 from m2flow.observe.run_directory import RunDirectory
 from tests.observe.conftest import write_fake_run
+from tests.runtime.transport.strangers import check_nobody_waits
 
 
 @pytest.fixture
@@ -165,3 +167,10 @@ def make_old() -> Callable[[Path, int], None]:
         os.utime(path, (1e9 - age, 1e9 - age))
 
     return make
+
+
+def test_strangers_hold_up_nobody(dashboard: Dashboard, capfd: pytest.CaptureFixture[str]) -> None:
+    port = int(dashboard.url.split(":")[2].split("/")[0])
+    knock = partial(socket.create_connection, ("127.0.0.1", port))
+    check_nobody_waits(partial(fetched, dashboard.url + "data"), knock)
+    assert capfd.readouterr() == ("", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,15 @@ def test_a_lane_within_a_collective_still_answers_its_peers(tmp_path: Path) -> N
         assert two(in_turn, tmp_path / f"m2flow-{tmp_path.name}", ROUNDS) == [ROUNDS, ROUNDS // 2]
 
 
+def listening(process: psutil.Process) -> list[str]:
+    """Addresses on which a process listens; none of one that has ended."""
+    with suppress(psutil.NoSuchProcess):
+        found = process.net_connections("tcp")
+        ips = [one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN]
+        return [ip.removeprefix("::ffff:") for ip in ips]  # IPv4 within IPv6
+    return []
+
+
 def test_on_one_machine_all_sockets_are_unix_or_loopback() -> None:
     pytest.importorskip("ray")
     from m2flow.runtime.driver.pool import LanePool
@@ -148,7 +158,10 @@ def test_on_one_machine_all_sockets_are_unix_or_loopback() -> None:
         for address in pool.addresses.values():
             assert address.host == LOOPBACK
             assert address.meeting_port is None, "a store of process groups"
-            connections = psutil.Process(address.process_id).net_connections("tcp")
-            assert len([x for x in connections if x.status == "LISTEN"]) == 1, "Ray's"
+            assert len(listening(psutil.Process(address.process_id))) == 1, "Ray's"
             assert address.line.tcp is None
             assert address.peer.endpoint.tcp is None
+        here = psutil.Process()
+        found = {one.pid: listening(one) for one in (here, *here.children(recursive=True))}
+        assert {address.process_id for address in pool.addresses.values()} <= found.keys()
+        assert {ip for addresses in found.values() for ip in addresses} == {LOOPBACK}, found

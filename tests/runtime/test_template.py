@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,10 @@ import pytest
 from ray._private import ray_constants
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.runtime.driver import template as driver
 from m2flow.runtime.driver.cluster import SET_UP_WORKER, RayCluster
 from m2flow.runtime.driver.pool import LanePool
-from m2flow.runtime.driver.template import LaneTemplate
+from m2flow.runtime.driver.template import LANE, LaneTemplate
 from tests.runtime.local_cluster import local_cluster
 
 SCRIPT = """
@@ -48,8 +52,15 @@ def run(
     template: LaneTemplate, folder: Path, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """What the script says that is started as Ray would start it."""
+    return started(template.command, folder, environment)
+
+
+def started(
+    asking: str, folder: Path, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What the script says that is started by a command."""
     (folder / "script.py").write_text(SCRIPT)
-    command = [*shlex.split(template.command), str(folder / "script.py"), "--one", "two words"]
+    command = [*shlex.split(asking), str(folder / "script.py"), "--one", "two words"]
     done = subprocess.run(
         command,
         input="hello",
@@ -168,3 +179,69 @@ def test_clusters_that_are_started_here_set_workers_up_so(monkeypatch: pytest.Mo
     finally:
         cluster.close()
     assert ray_constants.SETUP_WORKER_FILENAME == "setup_worker.py"
+
+
+# --- other users ----------------------------------------------------------------------------------
+
+OF_ANOTHER_USER = """
+import os, sys
+sys.path.insert(0, {lane!r})
+{imported}
+{name}.user_of = lambda line: os.getuid() + 1
+{name}.main()
+"""
+
+
+def test_the_template_serves_no_other_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has come runs Python of its own; nothing is forked."""
+    imported = "from m2flow.runtime.lane import template"
+    text = OF_ANOTHER_USER.format(lane=str(LANE), imported=imported, name="template")
+    (tmp_path / "template.py").write_text(text)
+    shutil.copy(LANE / "ask_template.py", tmp_path)
+    monkeypatch.setattr(driver, "LANE", tmp_path)
+    made = LaneTemplate(["json"])
+    try:
+        assert run(made, tmp_path)["parent"] == os.getpid()
+        assert psutil.Process(made.process_id).children() == []
+    finally:
+        made.close()
+
+
+def test_the_template_of_another_user_is_told_nothing(tmp_path: Path) -> None:
+    """Not the environment, above all: whoever has the address may have taken it."""
+    text = OF_ANOTHER_USER.format(
+        lane=str(LANE), imported="import ask_template", name="ask_template"
+    )
+    (tmp_path / "asking.py").write_text(text)
+    name = f"m2flow-{tmp_path.name}-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        listener.settimeout(60)
+        asking = shlex.join([sys.executable, "-I", "-S", str(tmp_path / "asking.py"), name])
+
+        def heard() -> bytes:
+            with listener.accept()[0] as line:
+                return line.recv(1)
+
+        with ThreadPoolExecutor(1) as thread:
+            first = thread.submit(heard)
+            assert started(asking, tmp_path)["parent"] == os.getpid()
+            assert first.result() == b""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can come as another user")
+def test_the_kernel_says_which_user_has_come(template: LaneTemplate, tmp_path: Path) -> None:
+    name = shlex.split(template.command)[-1]
+    wanted = json.dumps([["script.py"], dict(os.environ), str(tmp_path)]).encode()
+    with socket.socket(socket.AF_UNIX) as line:
+        os.seteuid(65534)
+        try:
+            line.connect(f"\0{name}")
+        finally:
+            os.seteuid(0)
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has hung up
+            socket.send_fds(line, [len(wanted).to_bytes(8, "big")], [0, 1, 2])
+            line.sendall(wanted)
+            assert line.recv(1) == b""
+    assert psutil.Process(template.process_id).children() == []

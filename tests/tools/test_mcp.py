@@ -57,6 +57,16 @@ def test_processes_stay_for_later_calls(toolbox: Toolbox) -> None:
     assert toolbox.carry_out([ToolCall("process", {})])[0].text == first
 
 
+def test_a_variable_without_a_value_is_that_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So a secret of the server need not stand in the recipe."""
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    box = Toolbox(make_tools([("mcp", {"command": SERVER, "env": {"PYTHONPATH": None}})]))
+    assert box.carry_out([ToolCall("reverse", "ab")])[0].text == "ba"
+    box.close()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -65,6 +75,7 @@ def test_processes_stay_for_later_calls(toolbox: Toolbox) -> None:
         ({"command": "server --stdio"}, "is no command"),
         ({"command": SERVER, "only": ["revers"]}, "has no tool 'revers'"),
         ({"comand": SERVER}, "cannot use these options: .*comand"),
+        ({"command": SERVER, "env": {"NO_SUCH": None}}, r"env\.NO_SUCH: is not set"),
     ],
 )
 def test_what_does_not_start_is_said_in_one_line(options: dict[str, object], said: str) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor
 from m2flow.errors import ProcessEnded, RunFailed
 from m2flow.generation.records import Completion, Request
 from m2flow.generation.supported import check_installed
+from m2flow.models.folder import from_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -120,7 +121,7 @@ class ExternalEngine(ABC):
         check_installed(self.package)
         from transformers import AutoConfig
 
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        config = from_folder(AutoConfig, Path(folder)).get_text_config()
         self._vocab_size, self._context = config.vocab_size, config.max_position_embeddings
         self.version, self._reads_text = version, stop_strings
         self._seconds = start_seconds

@@ -66,7 +66,8 @@ class OwnForward:
         if dtype is torch.float64 and hasattr(config, "num_experts"):
             config._experts_implementation = "eager"  # there is no grouped product in float64
         with no_init_weights(), device:
-            self._model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            made = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            self._model: Any = made.eval()
         self._model.tie_weights()
         self._config = self._model.config
         context = getattr(config, "max_position_embeddings", None) or UNBOUNDED

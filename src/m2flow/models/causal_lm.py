@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from m2flow.errors import UserError
-from m2flow.models.folder import checked_folder, model_folder, read_json
+from m2flow.models.folder import checked_folder, from_folder, model_folder, read_json
 from m2flow.models.norms import widen_norms
 
 _GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -130,11 +130,11 @@ def loaded(
             one that was never stopped.
 
     Raises:
-        UserError: the weights are incomplete.
+        UserError: the weights are incomplete, or need code of the folder.
     """
     model: PreTrainedModel
-    model, loading = auto.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+    model, loading = from_folder(
+        auto, folder, dtype=dtype, use_safetensors=True, output_loading_info=True
     )
     missing = sorted(loading["missing_keys"])
     if missing:
@@ -159,8 +159,8 @@ def load_tokenizer(path: str | Path, *, ends: bool = True) -> PreTrainedTokenize
         ends: whether completions are to be drawn with it, which an eos token ends.
 
     Raises:
-        UserError: the folder or its tokenizer files are missing, or there is no eos token or no
-            vocabulary.
+        UserError: the folder or its tokenizer files are missing, or need code of the folder; or
+            there is no eos token or no vocabulary.
     """
     folder = model_folder(path)
     declared = read_json(folder / "tokenizer_config.json", "the tokenizer").get("tokenizer_class")
@@ -169,7 +169,7 @@ def load_tokenizer(path: str | Path, *, ends: bool = True) -> PreTrainedTokenize
     # architecture's own normalisation and splitting, which drops characters without a word.
     generic = declared in _GENERIC_TOKENIZERS and (folder / "tokenizer.json").is_file()
     reader = PreTrainedTokenizerFast if generic else AutoTokenizer
-    tokenizer = reader.from_pretrained(folder, local_files_only=True)
+    tokenizer: PreTrainedTokenizerBase = from_folder(reader, folder)
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
         raise UserError(
             "the tokenizer has no vocabulary: it would make no token of any text",

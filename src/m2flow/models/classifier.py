@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from m2flow.errors import UserError, suggestion
 from m2flow.models.causal_lm import load_tokenizer, loaded
-from m2flow.models.folder import checked_folder, model_folder, read_json
+from m2flow.models.folder import checked_folder, from_folder, model_folder, read_json
 from m2flow.training.sharded import WHOLE, Shards
 
 HEAD = "ForSequenceClassification"
@@ -74,7 +74,7 @@ def label_index(path: str | Path, label: str | None) -> int | None:
     Raises:
         UserError: a head with several labels is not told which, or does not have it.
     """
-    config = AutoConfig.from_pretrained(model_folder(path), local_files_only=True)
+    config = from_folder(AutoConfig, model_folder(path))
     labels = [str(config.id2label[number]) for number in range(config.num_labels)]
     one = len(labels) == 1
     if one and label is None:

@@ -46,7 +46,7 @@ def critic_of(policy: PreTrainedModel) -> PreTrainedModel:
     config: Any = policy.config
     config.num_labels = 1
     with torch.device("meta"):  # only what stands around the body is wanted of it
-        critic: Any = AutoModelForTokenClassification.from_config(config)
+        critic: Any = AutoModelForTokenClassification.from_config(config, trust_remote_code=False)
     body = policy.base_model
     parameter = next(body.parameters())
     setattr(critic, critic.base_model_prefix, body)

@@ -63,6 +63,31 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
     return content
 
 
+def from_folder(auto: Any, folder: Path, **settings: Any) -> Any:
+    """Read with a class of transformers what lies in a model folder. Code in it never runs.
+
+    Args:
+        auto: the class, such as `AutoConfig`.
+        folder: the folder.
+        settings: further arguments of its `from_pretrained`.
+
+    Raises:
+        UserError: it cannot be read without code of its own.
+    """
+    try:
+        return auto.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **settings
+        )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UserError(
+            "its code comes with the model, and m2flow runs none but that of transformers",
+            key=str(folder),
+            expected="a model and a tokenizer that transformers has built in, and no auto_map",
+        ) from None
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model; every one exists."""
     index = folder / "model.safetensors.index.json"

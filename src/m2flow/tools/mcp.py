@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import tempfile
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
@@ -30,17 +31,20 @@ T = TypeVar("T")
 
 
 def mcp_tools(
-    command: Sequence[str], env: Mapping[str, str] | None = None, only: Sequence[str] | None = None
+    command: Sequence[str],
+    env: Mapping[str, str | None] | None = None,
+    only: Sequence[str] | None = None,
 ) -> list[MCPTool]:
     """The tools of a server, which is started to ask for them.
 
     Args:
         command: starts the server.
-        env: variables of its environment, beside `PATH`, `HOME` and the like.
+        env: variables of its environment, beside `PATH`, `HOME` and the like; None stands for what
+            the variable is here.
         only: names of the tools to take; None for all.
 
     Raises:
-        UserError: the server does not start, or has no such tool.
+        UserError: the server does not start, has no such tool, or a variable is not set here.
     """
     if importlib.util.find_spec("mcp") is None:
         raise UserError(
@@ -55,7 +59,7 @@ def mcp_tools(
             value=command,
             expected='a list of words, such as ["my-server", "--stdio"]',
         )
-    servers = Servers(command, dict(env or {}))
+    servers = Servers(command, _filled(env or {}))
     try:
         listed = servers.tools()
     except ToolFailed as error:
@@ -76,6 +80,18 @@ def mcp_tools(
             expected=f"some of {', '.join(tool.name for tool in listed)}",
         )
     return [tool for tool in listed if only is None or tool.name in only]
+
+
+def _filled(env: Mapping[str, str | None]) -> dict[str, str]:
+    """Values of variables, with what the environment has where none is given."""
+    for name, value in env.items():
+        if value is None and name not in os.environ:
+            raise UserError(
+                "is not set in the environment",
+                key=f"tools.mcp.env.{name}",
+                hint=f"export {name} before m2flow starts",
+            )
+    return {name: os.environ[name] if value is None else value for name, value in env.items()}
 
 
 class MCPTool:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -19,6 +20,7 @@ import torch
 from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.transport.channel import Channel, ChannelLost
 from m2flow.runtime.transport.frame import Frame
+from tests.runtime.transport.strangers import check_nobody_waits
 
 SPAWN = multiprocessing.get_context("spawn")
 SOON = 20.0
@@ -247,3 +249,20 @@ def test_a_slow_reader_does_not_hold_up_others() -> None:
         assert channel.get(timeout=SOON) == "next"
         slow.close()
         assert len(channel.get(timeout=SOON)) == 8 << 20
+
+
+def test_strangers_hold_up_nobody(channel: Channel) -> None:
+    """Whoever has a handle puts and gets beside them, on a connection of its own."""
+
+    def knock() -> socket.socket:
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.connect("\0" + channel._address.endpoint.unix)
+        return stranger
+
+    def visit() -> None:
+        handle = pickle.loads(pickle.dumps(channel))
+        handle.put("order")
+        assert handle.get() == "order"
+
+    check_nobody_waits(visit, knock)
+    assert channel.stats().items == 0

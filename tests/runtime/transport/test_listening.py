@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -19,9 +20,14 @@ from m2flow.runtime.transport.frame import Frame, FrameStream, LineClosed
 from m2flow.runtime.transport.handshake import KeyRefused, prove
 from m2flow.runtime.transport.lines import SILENCE_SECONDS, LauncherLine
 from m2flow.runtime.transport.listening import LOOPBACK, SILENT_SECONDS, Listener, connect
+from tests.runtime.transport.strangers import (
+    SOON,
+    STRANGER_SECONDS,
+    check_nobody_waits,
+    seconds_of,
+)
 
 KEY = b"of this test"
-SOON = 5.0
 
 
 class Door:
@@ -74,27 +80,31 @@ def test_a_caller_cannot_answer_with_what_it_was_sent(door: Door) -> None:
     assert door.came.empty()
 
 
+def exchanged(door: Door) -> None:
+    """A question on a connection of its own."""
+    here, there = door.connected(same_node=False)
+    here.send(Frame("question", b"?"))
+    assert there.receive().kind == "question"
+    here.close()
+    there.close()
+
+
 def test_one_silent_stranger_does_not_block_an_accept(door: Door) -> None:
     """It cost the next caller the whole time that a lane waits for its launcher."""
-    strangers = [socket.create_connection(door.endpoint.tcp) for _ in range(3)]
-    started = time.monotonic()
-    door.connected(same_node=False)
-    assert time.monotonic() - started < SOON / 2
-    for one in strangers:
-        one.close()
+    knock = partial(socket.create_connection, door.endpoint.tcp)
+    check_nobody_waits(partial(exchanged, door), knock, silent=3, babbling=0)
 
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n", bytes(31)])
 def test_strangers_who_say_half_of_something_hold_up_nobody(door: Door, words: bytes) -> None:
     """All of them still wait when the launcher has been let in, and has had its answer."""
+    alone = max(seconds_of(partial(exchanged, door)) for _ in range(3))
     strangers = [socket.create_connection(door.endpoint.tcp) for _ in range(100)]
     try:
         for one in strangers:
             one.sendall(words)
             one.setblocking(False)
-        here, there = door.connected(same_node=False)
-        here.send(Frame("question", b"?"))
-        assert there.receive().kind == "question"
+        assert seconds_of(partial(exchanged, door)) < alone + STRANGER_SECONDS
         for one in strangers:
             with pytest.raises(BlockingIOError):
                 one.recv(1)
@@ -104,29 +114,8 @@ def test_strangers_who_say_half_of_something_hold_up_nobody(door: Door, words: b
 
 
 def test_strangers_who_babble_without_end_hold_up_nobody(door: Door) -> None:
-    ended = threading.Event()
-
-    def babble() -> None:
-        while not ended.is_set():
-            with contextlib.suppress(OSError), socket.create_connection(door.endpoint.tcp) as one:
-                one.settimeout(SOON)
-                while not ended.is_set():
-                    one.sendall(os.urandom(1 << 12))
-
-    threads = [threading.Thread(target=babble) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(20):
-            here, there = door.connected(same_node=False)
-            here.send(Frame("question", b"?"))
-            assert there.receive().kind == "question"
-            here.close()
-            there.close()
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
+    knock = partial(socket.create_connection, door.endpoint.tcp)
+    check_nobody_waits(partial(exchanged, door), knock, silent=0, babbling=4, visits=20)
     with pytest.raises(queue.Empty):
         door.came.get(timeout=0.1)
 

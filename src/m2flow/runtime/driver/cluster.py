@@ -38,6 +38,17 @@ def require_token() -> None:
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
+def stay_on_loopback() -> None:
+    """Have all processes of the clusters that this process starts listen on loopback alone.
+
+    A node whose address is 127.0.0.1 binds to nothing else, but Ray replaces that one by an address
+    that other machines reach, unless it is told that there are no others.
+    """
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False  # there is a variable too, which is read on import
+
+
 def starts_here() -> bool:
     """Whether a `RayCluster` would start a cluster of its own, on this machine."""
     ray = sys.modules.get("ray")  # it is not to be imported for this
@@ -72,6 +83,7 @@ class RayCluster:
             self._connect(address=None)
             return
         require_token()
+        stay_on_loopback()
         self._connect(
             address="local",
             num_cpus=max(1, sum(len(lane.cores) for lane in lanes)),

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from m2flow.errors import UserError, nearest, suggestion
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_named
+from m2flow.workloads.common.secret_keys import refuse_secrets
 from m2flow.workloads.common.shipped import recipe_file, shipped_recipes
 
 BASE = "base"
@@ -34,7 +35,7 @@ def read_recipe(source: Source, overrides: Sequence[str] | Mapping[str, Any] = (
 
     Raises:
         UserError: no such file, no YAML, an unknown key (with the nearest valid one), a value of
-            the wrong type, or sizes that do not fit each other.
+            the wrong type, what looks like a secret, or sizes that do not fit each other.
     """
     data: dict[str, Any]
     if isinstance(source, Recipe):
@@ -129,6 +130,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def validated(data: Mapping[str, Any]) -> Recipe:
     """Check a recipe's data against the model of its workload."""
+    refuse_secrets(data)
     model = workload_named(data.get("workload")).recipe
     try:
         return model.model_validate(data)

@@ -7,6 +7,7 @@ but loopback reaches it, and nobody without a key.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import threading
 import time
@@ -18,6 +19,8 @@ from m2flow.workloads.agentic.endpoint.conversation import Conversation, Refused
 
 MAX_BYTES = 16 << 20
 """Of a request."""
+
+NO_SUCH_KEY = "no conversation has this key"
 
 MODEL = "policy"
 """What the policy is called."""
@@ -64,6 +67,11 @@ class ConversationServer:
         with self._lock:
             self._conversations.pop(key, None)
 
+    def knows(self, key: str) -> bool:
+        """Whether a conversation is served by this key."""
+        with self._lock:
+            return key in self._conversations
+
     def close(self) -> None:
         """Stop listening."""
         self._http.shutdown()
@@ -80,7 +88,7 @@ class ConversationServer:
         with self._lock:
             conversation = self._conversations.get(key)
             if conversation is None:
-                raise UnknownKey("no conversation has this key")
+                raise UnknownKey(NO_SUCH_KEY)
             if key in self._busy:
                 raise RefusedRequest("one request at a time: the last one is not answered yet")
             self._busy.add(key)
@@ -158,6 +166,7 @@ class _HTTP(ThreadingHTTPServer):
 class _ConversationHandler(BaseHTTPRequestHandler):
     owner: ConversationServer
     protocol_version = "HTTP/1.1"
+    timeout = 30  # a client that says nothing is let go
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
@@ -166,14 +175,17 @@ class _ConversationHandler(BaseHTTPRequestHandler):
             self._refuse(404, f"nothing is served at {self.path}")
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        if length > MAX_BYTES:
-            self.close_connection = True
-            return self._refuse(413, f"a request has at most {MAX_BYTES} bytes")
+        key = (self.headers.get("Authorization") or "").removeprefix("Bearer ").strip()
+        if not self.owner.knows(key):
+            return self._turn_away(401, NO_SUCH_KEY)
+        said = self.headers.get("Content-Length", "0")
+        length = int(said) if re.fullmatch("[0-9]{1,18}", said) else -1
+        if not 0 <= length <= MAX_BYTES:
+            status = 400 if length < 0 else 413
+            return self._turn_away(status, f"Content-Length must be 0 to {MAX_BYTES}")
         body = self.rfile.read(length)
         if self.path != "/v1/chat/completions":
             return self._refuse(404, f"nothing is served at {self.path}")
-        key = (self.headers.get("Authorization") or "").removeprefix("Bearer ").strip()
         try:
             asked = json.loads(body)
             if not isinstance(asked, dict):
@@ -195,6 +207,11 @@ class _ConversationHandler(BaseHTTPRequestHandler):
             self._refuse(503, str(error))
         return None
 
+    def _turn_away(self, status: int, message: str) -> None:
+        """Refuse a request whose body is not read: no other can come on its connection."""
+        self.close_connection = True
+        self._refuse(status, message)
+
     def _refuse(self, status: int, message: str) -> None:
         self._send(status, {"error": {"message": message, "type": "invalid_request_error"}})
 
@@ -205,6 +222,8 @@ class _ConversationHandler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
 

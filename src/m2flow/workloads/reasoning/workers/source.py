@@ -63,13 +63,11 @@ class ModelSource:
         """
         from transformers import AutoConfig, GenerationConfig
 
-        from m2flow.models.folder import checked_folder
+        from m2flow.models.folder import checked_folder, from_folder
 
         folder = checked_folder(self.path)
         said = (folder / "generation_config.json").is_file()
-        read: Any = (GenerationConfig if said else AutoConfig).from_pretrained(
-            folder, local_files_only=True
-        )
+        read = from_folder(GenerationConfig if said else AutoConfig, folder)
         configured: int | list[int] | None = getattr(read, "eos_token_id", None)
         if configured is None:
             configured = self.tokenizer().eos_token_id

@@ -1,0 +1,113 @@
+"""Who may speak to the endpoint of conversations, and what callers without a key, or sense, get."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from m2flow.workloads.agentic.endpoint import server as endpoint
+from m2flow.workloads.agentic.endpoint.server import MAX_BYTES, ConversationServer
+from tests.runtime.transport.strangers import SOON, check_nobody_waits
+
+SAMPLING = {"temperature": 1.0}
+BODY = json.dumps({"temperature": 0.3}).encode()
+"""Is read, and refused for what it says."""
+
+
+def drawn(*_: Any) -> None:
+    raise AssertionError("nothing is to be drawn")
+
+
+@pytest.fixture
+def server() -> Iterator[ConversationServer]:
+    made = ConversationServer(drawn, SAMPLING)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def key(server: ConversationServer) -> str:
+    conversation: Any = object()
+    return server.open(conversation)
+
+
+def knock(server: ConversationServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server._http.server_port), timeout=SOON)
+
+
+def told(
+    server: ConversationServer, key: str, length: str, body: bytes = b"", ends: bool = True
+) -> tuple[int, str]:
+    """Status and message for a request, behind which the server hangs up if it `ends`."""
+    with knock(server) as line:
+        line.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\n"
+            + f"Authorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n".encode()
+            + body
+        )
+        if not ends:
+            line.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(partial(line.recv, 1 << 16), b""))
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert (b"Connection: close" in head) == ends
+    return int(head.split()[1]), json.loads(content)["error"]["message"]
+
+
+def test_a_request_with_a_key_is_read(server: ConversationServer, key: str) -> None:
+    status, message = told(server, key, str(len(BODY)), BODY, ends=False)
+    assert status == 400
+    assert message.startswith("temperature is 1.0 in the recipe")
+
+
+@pytest.mark.parametrize(
+    ("length", "status"),
+    [
+        ("-1", 400), ("abc", 400), ("", 400), ("1_0", 400), ("+5", 400), ("9" * 5000, 400),
+        (str(MAX_BYTES + 1), 413),
+    ],
+)  # fmt: skip
+def test_a_length_that_is_none_is_refused_and_nothing_is_read(
+    server: ConversationServer,
+    key: str,
+    length: str,
+    status: int,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert told(server, key, length) == (status, f"Content-Length must be 0 to {MAX_BYTES}")
+    server.close()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("length", ["-1", "abc", "0", str(10**15)])
+def test_without_a_key_nothing_is_read(server: ConversationServer, length: str) -> None:
+    assert told(server, "guessed", length) == (401, "no conversation has this key")
+
+
+@pytest.mark.parametrize("said", ["", "POST /v1/chat/", "WITH KEY"])
+def test_a_caller_that_says_nothing_more_is_let_go(
+    server: ConversationServer, key: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had held a thread as long as it liked."""
+    assert endpoint._ConversationHandler.timeout <= 30
+    monkeypatch.setattr(endpoint._ConversationHandler, "timeout", 0.1)
+    head = f"POST / HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: 9\r\n\r\n"
+    with knock(server) as line:
+        line.sendall((head if said == "WITH KEY" else said).encode())
+        assert line.recv(1) == b""
+
+
+def test_strangers_hold_up_nobody(
+    server: ConversationServer, key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def visit() -> None:
+        status, _ = told(server, key, str(len(BODY)), BODY, ends=False)
+        assert status == 400
+
+    check_nobody_waits(visit, partial(knock, server))
+    server.close()
+    assert capfd.readouterr() == ("", "")
