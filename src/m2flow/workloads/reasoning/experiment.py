@@ -483,6 +483,10 @@ class ReasoningExperiment:
         failed = [row for row, why in enumerate(output["failure"]) if why][:count]
         return [sample_row(output, row) for row in dict.fromkeys((*failed, *rows))][:count]
 
+    def rollouts(self, result: StepResult) -> list[dict[str, Any]]:
+        """All rollouts of a step, as those few are shown."""
+        return self.samples(result, len(result.output))
+
     def alarms(self, result: StepResult) -> Sequence[str]:
         """Why samples of a step have no reward, each reason once; and what its figures warn of.
 
