@@ -232,8 +232,7 @@ class ReasoningExperiment:
             seed=recipe.seed,
             slots=recipe.prompts_per_step,
             spares=recipe.further_draws,
-            # So many steps may be in flight, and as many more be done whose results are not told.
-            lag=1 + 2 * recipe.max_staleness,
+            lag=recipe.feedback_lag,
             curriculum=curriculum,
         )
 
@@ -455,6 +454,9 @@ class ReasoningExperiment:
         if self.recipe.verifies and "verified" in output:  # of functions, whatever models add
             right = [worth >= 1.0 for worth in output["verified"]]
             figures["accuracy/mean"] = sum(right) / len(right)
+        if "version" in output:
+            oldest = min(first for first, _ in output["version"])
+            figures["staleness/oldest_token"] = float(result.step - oldest)
         if BEGUN in output:
             begun = result.output[BEGUN]
             going_on = sum(one is not None for one in begun)
