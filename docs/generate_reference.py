@@ -144,8 +144,11 @@ MEANING = {
     "find no room wait, and what they had drawn is computed again. `null`: half of the memory of "
     "an accelerator, and what they need on CPUs",
     "generation.tokens_per_step": "most that a step draws of an answer; one that has not ended by "
-    "then goes on in the next step, and its group is trained on when all of its answers have "
+    "then goes on in a later step, and its group is trained on when all of its answers have "
     "ended; `null`: all of it",
+    "generation.max_versions": "most versions by which weights that drew a token may lag behind "
+    "the step that trains on it; a recipe by which it may be more is refused ([how "
+    "old](../explanation/algorithms.md#answers-that-go-on-in-a-later-step)); `null`: no bound",
     "generation.captured_decode": "on accelerators: record the native engine's decode steps as "
     "CUDA graphs, and replay them ([engines](../how-to/engines.md)); CPUs, gangs, models with "
     "experts and transformers' own forward pass go without",

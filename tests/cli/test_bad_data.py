@@ -14,6 +14,7 @@ from torch import Tensor
 
 from m2flow.observe.run_directory import read_metrics
 from m2flow.training.optimizer import SumOptimizer
+from m2flow.workloads.reasoning.workers.drawing import Drawing
 
 M2flow = Callable[..., Any]
 
@@ -53,12 +54,37 @@ def test_one_bad_minibatch_is_left_out(
     shares = [row["train/skipped_share"] for row in read_metrics("run")]
     assert shares == [0.0, 0.5, 0.0]
     assert "step 2: a loss or gradient was not finite: 50%" in outcome.out
+    where = "the summed loss is nan" if in_loss else "(model.embed_tokens.weight)"
+    (said,) = (x for x in outcome.out.splitlines() if "step 2: no step was taken: " in x)
+    assert where in said
     assert [path.name for path in Path("run/skipped").iterdir()] == ["step_000002.jsonl"]
     rows = [json.loads(x) for x in Path("run/skipped/step_000002.jsonl").read_text().splitlines()]
     assert len({row["item"] for row in rows}) == len(rows) == 16
     assert all({"step", "prompt", "completion", "reward"} <= row.keys() for row in rows)
     weights = load_file("run/checkpoints/latest/model/model.safetensors")
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_log_probabilities_of_the_engine_that_are_no_numbers(
+    tiny: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch, kl_in: str
+) -> None:
+    """Of one token of step 2: its mini-batch is left out, with the KL in the reward too."""
+    hand_on = Drawing.handed_on
+
+    def spoilt(self: Drawing, finished: Any) -> Any:
+        samples = hand_on(self, finished)
+        if self.engine.version == 1 and 0 in samples.ids:
+            samples["behaviour_logprobs"][samples.ids.index(0)][0] = float("nan")
+        return samples
+
+    monkeypatch.setattr(Drawing, "handed_on", spoilt)
+    kl = ["algorithm.kl_coefficient=0.1", f"algorithm.kl_in={kl_in}"]
+    outcome = m2flow("train", tiny, *FEW, *kl)
+    assert outcome.code == 0, outcome.err
+    assert [row["train/skipped_share"] for row in read_metrics("run")] == [0.0, 0.5, 0.0]
+    assert "behaviour_logprobs: 1 of " in outcome.out
+    assert Path("run/skipped/step_000002.jsonl").read_text().count("\n") == 16
 
 
 def test_bad_minibatches_in_a_row_end_the_run(

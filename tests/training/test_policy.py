@@ -217,17 +217,27 @@ def test_goes_on_after_a_step_that_was_not_taken(
     assert torch.equal(weights(spoilt), weights(fresh))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("column", ["behaviour_logprobs_T", "advantages_T"])
-def test_columns_that_are_no_numbers_are_refused(
-    make_model: MakeModel, make_rollouts: MakeRollouts, column: str
+def test_columns_that_are_no_numbers_leave_the_step_of_all_replicas_out(
+    make_model: MakeModel, make_rollouts: MakeRollouts, column: str, value: float
 ) -> None:
+    """Where the loss alone would not tell: a ratio to an infinite probability is 0."""
     rollouts = make_rollouts()
     values = getattr(rollouts, column).clone()
-    values[3] = float("nan")
-    rollouts = replace(rollouts, **{column: values})
-    trainer = PolicyTrainer(make_model(), GRPOLoss(), CONFIG)
-    with pytest.raises(UserError, match="not finite, the first at 3"):
-        trainer.fold(rollouts)
+    values[3] = value
+    trainers = [PolicyTrainer(make_model(), GRPOLoss(), CONFIG) for _ in range(2)]
+    before = weights(trainers[0])
+    trainers[0].fold(replace(rollouts, **{column: values}))
+    trainers[1].fold(rollouts)
+    first, second = finish_together(trainers)
+    assert f"; {column.removesuffix('_T')}: 1 of " in str(first)
+    assert "values are not finite, the first at 3" in str(first)
+    assert str(second).startswith("no step was taken: the summed loss is nan")
+    assert torch.equal(weights(trainers[0]), before)
+    trainers[0].fold(rollouts)
+    trainers[0].finish()
+    assert trainers[0].optimizer.num_steps == 1
 
 
 def test_kl_without_reference_is_refused(

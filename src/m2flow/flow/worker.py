@@ -165,6 +165,10 @@ class Worker:
         """Bring up what is heavy (model, simulator, connections). Called once on each lane."""
         self.place = place
 
+    def take_note(self) -> str:
+        """What people should know of the `finish` that has just returned, once; "" for nothing."""
+        return ""
+
     def discard(self) -> None:
         """Drop what the step has left here so far, such as what was folded in: its items will come
         again, here or on other lanes.

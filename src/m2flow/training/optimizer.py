@@ -39,6 +39,9 @@ AllReduce = Callable[[list[Tensor]], None]
 MASTER = "master"
 """The quantity of a parameter's state that is its float32 master copy."""
 
+NOT_TAKEN = "no step was taken"
+"""How the message of `NotFinite` begins."""
+
 NUM_STEPS = "num_steps"
 _STEP = "step"  # of each parameter, in older files
 
@@ -358,7 +361,7 @@ class SumOptimizer:
         ]
         listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         return (
-            f"no step was taken: the summed loss is {loss} and the gradients of {len(names)} of "
+            f"{NOT_TAKEN}: the summed loss is {loss} and the gradients of {len(names)} of "
             f"{len(self._named)} parameters are not finite" + (f" ({listed})" if names else "")
         )
 

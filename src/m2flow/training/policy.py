@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from m2flow.algorithms.finite import check_finite
 from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.algorithms.kl import kl_per_token
 from m2flow.algorithms.loss import token_sum
@@ -96,15 +95,24 @@ class PolicyTrainer(SummingTrainer):
     def fold(self, rollouts: TokenRollouts) -> None:
         """Accumulate the gradient of some rollouts of the mini-batch at hand.
 
-        Collective in the gang; lanes may give unequal numbers of rollouts, or none.
+        Collective in the gang; lanes may give unequal numbers of rollouts, or none. Rollouts with
+        a value that is NaN or infinite have `finish` take no step.
 
         Raises:
-            UserError: an advantage or behaviour log-probability is not finite, or the algorithm
-                needs reference log-probabilities and there are none. On all lanes alike.
+            UserError: the algorithm needs reference log-probabilities and there are none. On all
+                lanes alike.
         """
         with self.shards.together():
-            self._check(rollouts)
+            self._check_reference(rollouts)
         rollouts, _ = self.shards.join(rollouts)
+        self.check(
+            {
+                "advantages": rollouts.advantages_T,
+                "behaviour_logprobs": rollouts.behaviour_logprobs_T,
+                "old_logprobs": rollouts.old_logprobs_T,
+                "reference_logprobs": rollouts.reference_logprobs_T,
+            }
+        )
         rollouts, _ = self.shards.balance(self._counted(rollouts))
         size, sharing = self.config.tokens_per_microbatch, self.config.sharing
         packs = pack(rollouts.pairs, size, sharing, self.shards.part)
@@ -146,7 +154,8 @@ class PolicyTrainer(SummingTrainer):
             Means over no token are left out.
 
         Raises:
-            NotFinite: the loss or a gradient is NaN or infinite; no step was taken.
+            NotFinite: the loss, a gradient or a column that was folded in is NaN or infinite; no
+                step was taken.
         """
         steps_before = self.optimizer.num_steps
         self.largest_gap, self._largest_gap = float(self._largest_gap), 0.0
@@ -233,21 +242,13 @@ class PolicyTrainer(SummingTrainer):
         largest = gap_T.abs().max()
         self._largest_gap = torch.maximum(largest, torch.as_tensor(self._largest_gap).to(largest))
 
-    def _check(self, rollouts: TokenRollouts) -> None:
+    def _check_reference(self, rollouts: TokenRollouts) -> None:
         if self.algorithm.needs_reference and rollouts.reference_logprobs_T is None:
             raise UserError(
                 "the loss has a KL term, but the rollouts carry no reference log-probabilities",
                 key="reference_logprobs",
                 hint="compute them with the reference model, or set kl_coefficient=0",
             )
-        check_finite(
-            {
-                "advantages": rollouts.advantages_T,
-                "behaviour_logprobs": rollouts.behaviour_logprobs_T,
-                "old_logprobs": rollouts.old_logprobs_T,
-                "reference_logprobs": rollouts.reference_logprobs_T,
-            }
-        )
 
 
 def logprobs_of(

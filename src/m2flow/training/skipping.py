@@ -6,6 +6,7 @@ The optimizer has left weights and state as they were, on every replica alike.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from m2flow.training.optimizer import NotFinite
@@ -23,10 +24,15 @@ class Skips:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._in_a_row = 0
+        self._in_a_row = Counter[str]()
+        self._why = ""
 
-    def figures(self, step: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def figures(self, step: Callable[[], dict[str, float]], of: str = "") -> dict[str, float]:
         """Take a step; its figures with `skipped_share`, which is the only one of a skipped step.
+
+        Args:
+            step: takes it.
+            of: whose step it is; each is counted alone.
 
         Raises:
             NotFinite: this one and `most` before it cannot be taken.
@@ -34,10 +40,17 @@ class Skips:
         try:
             figures = step()
         except NotFinite as error:
-            self._in_a_row += 1
-            if self._in_a_row > self.most:
-                times = f"{self._in_a_row} times in a row" if self.most else "at once"
+            self._why = self._why or str(error)
+            self._in_a_row[of] += 1
+            count = self._in_a_row[of]
+            if count > self.most:
+                times = f"{count} times in a row" if self.most else "at once"
                 raise NotFinite(f"{error}; {times} (max_skipped_updates: {self.most})") from None
             return {SKIPPED: 1.0}
-        self._in_a_row = 0
+        self._in_a_row[of] = 0
         return {**figures, SKIPPED: 0.0}
+
+    def take_note(self) -> str:
+        """Why the first step was left out since this was last asked; "" where none was."""
+        why, self._why = self._why, ""
+        return why

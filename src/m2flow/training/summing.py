@@ -8,15 +8,18 @@ Shapes: T completion tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from m2flow.algorithms.finite import check_finite
 from m2flow.algorithms.loss import LossTerms
+from m2flow.errors import UserError
 from m2flow.training.attention import packed_attention_on
 from m2flow.training.checkpointing import checkpoint_blocks
-from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
+from m2flow.training.optimizer import AdamWConfig, AllReduce, NotFinite, SumOptimizer
 from m2flow.training.packing import Pack, Sharing, pack
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.sharded import Shards
@@ -48,6 +51,7 @@ class SummingTrainer:
         self.optimizer = SumOptimizer(model.named_parameters(), config, shards)
         self._names = names
         self._sums: dict[str, float | Tensor] = dict.fromkeys(names, 0.0)
+        self._spoilt = ""
 
     def tensors(self) -> Iterator[Tensor]:
         """All that takes memory between calls: weights, buffers, gradients, optimizer, sums."""
@@ -60,6 +64,14 @@ class SummingTrainer:
         """Figures on an accelerator stay there until the step: nobody waits for them before."""
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value
+
+    def check(self, columns: Mapping[str, Tensor | None]) -> None:
+        """Have the step left out on all lanes, and say why, where a column [T] is not finite."""
+        try:
+            check_finite(columns)
+        except UserError as error:
+            self._spoilt = self._spoilt or str(error)
+            self.add(loss=math.nan)
 
     def fold_packs(
         self,
@@ -94,19 +106,24 @@ class SummingTrainer:
     def discard(self) -> None:
         """Forget the gradients and figures folded in since the last step."""
         self._sums = dict.fromkeys(self._names, 0.0)
+        self._spoilt = ""
         self.optimizer.zero()
 
     def step(self, all_reduce: AllReduce | None) -> tuple[dict[str, float], dict[str, float]]:
         """One optimizer step; the sums of all replicas, which begin anew here, and its figures.
 
         Raises:
-            NotFinite: the loss or a gradient is NaN or infinite; no step was taken.
+            NotFinite: the loss, a gradient or a column is NaN or infinite; no step was taken.
         """
         sums = torch.tensor([float(self._sums[name]) for name in self._names], dtype=torch.float64)
         if not self.shards.counts:
             sums.zero_()
         self._sums = dict.fromkeys(self._names, 0.0)
-        result = self.optimizer.step(sums, self._names.index("denominator"), all_reduce)
+        spoilt, self._spoilt = self._spoilt, ""
+        try:
+            result = self.optimizer.step(sums, self._names.index("denominator"), all_reduce)
+        except NotFinite as error:
+            raise NotFinite(f"{error}; {spoilt}" if spoilt else str(error)) from None
         totals: dict[str, float] = dict(zip(self._names, result.sums.tolist(), strict=True))
         return totals, {
             "loss": totals["loss"] / max(totals["denominator"], 1.0),

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from m2flow.algorithms.finite import check_finite
 from m2flow.algorithms.ppo import CriticLoss, explained_variance
 from m2flow.training.attention import packed_attention_on
 from m2flow.training.optimizer import AllReduce
@@ -113,14 +112,9 @@ class ValueTrainer(SummingTrainer):
         return figures_of(self.model, self._values_of, pairs, size, sharing, self.shards)
 
     def fold(self, targets: ValueTargets) -> None:
-        """Accumulate the gradient of some answers of the mini-batch at hand.
-
-        Raises:
-            UserError: an old value or a return is not finite. On all lanes of a gang alike.
-        """
-        with self.shards.together():
-            check_finite({"values": targets.old_values_T, "returns": targets.returns_T})
+        """Accumulate the gradient of some answers of the mini-batch; see `PolicyTrainer`."""
         targets, _ = self.shards.join(targets)
+        self.check({"values": targets.old_values_T, "returns": targets.returns_T})
         lengths_B = targets.pairs.learned_lengths_B
         self.add(
             denominator=self.algorithm.denominator(lengths_B),
@@ -141,7 +135,8 @@ class ValueTrainer(SummingTrainer):
             sharing).
 
         Raises:
-            NotFinite: the loss or a gradient is NaN or infinite; no step was taken.
+            NotFinite: the loss, a gradient or a column that was folded in is NaN or infinite; no
+                step was taken.
         """
         totals, figures = self.step(all_reduce)
         tokens = max(totals["tokens"], 1.0)

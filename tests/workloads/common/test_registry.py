@@ -96,6 +96,9 @@ class CountingExperiment:
     def samples(self, result, count):
         return [{"item": 0, "number": result.output["number"][0]}][:count]
 
+    def rollouts(self, result):
+        return self.samples(result, 1)
+
     def save(self, run, checkpoints, step):
         (checkpoints / f"step_{step:06d}").mkdir(parents=True)
 

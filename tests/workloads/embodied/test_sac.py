@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import m2flow
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.flow import Place
+from m2flow.training.optimizer import NotFinite, SumOptimizer
 from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
@@ -253,3 +254,75 @@ def test_four_steps_are_two_a_stop_and_two_more(tmp_path: Path) -> None:
         for name, tensor in ours.items():
             assert torch.equal(tensor, theirs[name]), name
     assert int(ours["replay.total"]) == 192 > len(ours["replay.rows"]) == 150
+
+
+def spoil(optimizer: SumOptimizer, which: set[int]) -> list[int]:
+    """Spoil the gradient of some steps of an optimizer; how many it was asked for, in a list."""
+    asked = [0]
+
+    def step(*given: Any) -> Any:
+        if asked[0] in which:
+            optimizer._flats[0][0] = float("nan")
+        asked[0] += 1
+        return SumOptimizer.step(optimizer, *given)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    return asked
+
+
+def fresh_update(some: Any) -> SoftUpdate:
+    experiment = EmbodiedExperiment(some)
+    return SoftUpdate(experiment.flow().learner.source.make(), some, experiment.spec, Place())
+
+
+def test_what_is_left_out_of_an_update_is_what_it_says() -> None:
+    """Without the critics' step nothing moves; without the policy's the critics' stands."""
+    some = recipe(replay={"begin": 1, "batch_size": 6, "updates": 1})
+    (rollouts,) = kept_rollouts(some)
+    update = fresh_update(some)
+    parts = (update.policy, update.critics, update.targets)
+    spoil(update.critic_optimizer, {0})
+    asked = spoil(update.actor_optimizer, {0})
+
+    def moved() -> tuple[float, list[bool]]:
+        before = [copy.deepcopy(list(part.parameters())) for part in parts]
+        share = update.run(rollouts, None)["skipped_share"]
+        pairs = zip(before, parts, strict=True)
+        return share, [
+            any(not torch.equal(a, b) for a, b in zip(old, part.parameters(), strict=True))
+            for old, part in pairs
+        ]
+
+    assert moved() == (1.0, [False, False, False])
+    assert asked == [0], "the policy's step is left out where the critics' is"
+    assert moved() == (0.5, [False, True, True])
+    assert moved() == (0.0, [True, True, True])
+
+
+def test_the_update_after_one_that_was_left_out_is_of_another_batch() -> None:
+    """One transition that is no number would else be drawn again and again."""
+    some = recipe(replay={"begin": 1, "batch_size": 6, "updates": 2})
+    (rollouts,) = kept_rollouts(some)
+    update, drawn = fresh_update(some), list[int]()
+    sample = update.replay.sample
+
+    def noted(seed: int, places: torch.Tensor) -> torch.Tensor:
+        drawn.append(seed)
+        return sample(seed, places)
+
+    update.replay.sample = noted  # type: ignore[method-assign]
+    spoil(update.critic_optimizer, {0})
+    update.run(rollouts, None)
+    assert len(set(drawn)) == 2
+    again = fresh_update(some)
+    again.load_state_dict({name: x.clone() for name, x in update.state_items()})
+    assert again.updates == update.updates == 2
+
+
+def test_a_policy_whose_steps_are_left_out_in_a_row_ends_the_run() -> None:
+    some = recipe(replay={"begin": 1, "batch_size": 6, "updates": 3}, max_skipped_updates=1)
+    (rollouts,) = kept_rollouts(some)
+    update = fresh_update(some)
+    spoil(update.actor_optimizer, {0, 1, 2})
+    with pytest.raises(NotFinite, match="2 times in a row"):
+        update.run(rollouts, None)

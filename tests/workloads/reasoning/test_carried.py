@@ -22,6 +22,7 @@ from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import validated
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.sampler import Sampler
 from m2flow.workloads.reasoning.workers import Generator, ModelSource
 from m2flow.workloads.reasoning.workers.carried import BEGUN, OPEN, BegunAnswer, read, write
 
@@ -219,8 +220,11 @@ def test_a_run_that_goes_on_carries_the_same_over(tmp_path: Path) -> None:
     assert max(shares) > 0
     assert min(shares) < 1
     assert "sampling/unfilled_share" not in figures[0]
+    ages = [row["staleness/oldest_token"] for row in figures]
+    assert 0 < max(ages) <= ReasoningRecipe.model_validate(words).oldest_token == MOST // SHARE - 1
     page = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
     assert "`sampling/carried_share`" in page
+    assert "`staleness/oldest_token`" in page
 
 
 @pytest.fixture
@@ -242,6 +246,41 @@ def test_every_plan_cuts_at_the_same_place(tmp_path: Path, mode: str) -> None:
     for one, other in zip(here, there, strict=True):
         for name in ("step", "item", "prompt", "completion", "reward", "finish_reason"):
             assert one[name] == other[name], name
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_how_old_a_token_may_be(staleness: int) -> None:
+    """Answers of as many pieces as there may be, the first of each on the oldest weights."""
+    recipe = ReasoningRecipe.model_validate({**WORDS, "max_staleness": staleness})
+    sampler = Sampler(seed=0, slots=2, spares=0, lag=recipe.feedback_lag)
+    drawn: dict[int, list[int]] = {}  # by problem, the versions of its pieces
+    ages, asked = set(), {}
+    for step in range(40):
+        asked[step] = [slot[0].number for slot in sampler.asked(step)]
+        for number in asked[step]:
+            drawn.setdefault(number, []).append(max(0, step - staleness))
+        done = step - 2 * staleness  # whose result is told, at the latest
+        if done < 0:
+            continue
+        open_slots = []
+        for slot, number in enumerate(asked[done]):
+            if len(drawn[number]) < MOST // SHARE:
+                open_slots.append(slot)
+            else:
+                ages.add(done - drawn[number][0])
+        sampler.note(done, [1, 1], [], open_slots)
+    assert max(ages) == recipe.oldest_token == staleness + 2 * (1 + 2 * staleness)
+
+
+def test_a_bound_that_a_recipe_cannot_keep_is_refused() -> None:
+    for staleness, oldest in ((0, 2), (1, 7)):
+        words = {**WORDS, "max_staleness": staleness}
+        validated({**words, "generation": {**WORDS["generation"], "max_versions": oldest}})
+        words["generation"] = {**WORDS["generation"], "max_versions": oldest - 1}
+        with pytest.raises(UserError, match=rf"^generation\.max_versions: .* at least {oldest};"):
+            validated(words)
+    with pytest.raises(UserError, match=r"^generation\.max_versions: .* at least 1;"):
+        validated({"workload": "agentic", "max_staleness": 1, "generation": {"max_versions": 0}})
 
 
 # What is refused

@@ -171,6 +171,18 @@ def test_nobody_asks_a_classifier_for_nothing(classifier: str) -> None:
     assert len(worker.score(answers("5").select([]))) == 0
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_score_that_is_no_number_is_none(
+    classifier: str, monkeypatch: pytest.MonkeyPatch, bad: float
+) -> None:
+    worker = loaded(RewardModel(RewardModelSection(path=classifier)))
+    monkeypatch.setattr("m2flow.models.classifier.sequence_scores", lambda *_: [bad, 0.5])
+    found = worker.score(answers("5", "6"))
+    assert found["reward_model_score"] == [None, 0.5]
+    assert found["reward"] == [0.0, 0.5]
+    assert found["failure"] == [f"reward reward_model gave {bad}, no number", ""]
+
+
 # The judge
 
 
@@ -290,6 +302,24 @@ def test_models_alone_may_judge(classifier: str, judge: str, tmp_path: Path) -> 
             parts = 0.1 * row["reward_model_score"] + row["judge_score"]
             assert row["reward"] == pytest.approx(parts)
     assert read_metrics(run)[0]["eval/reward"] != read_metrics(run)[0]["eval/accuracy"]
+
+
+def test_a_run_goes_on_where_a_model_gives_nan(
+    classifier: str, judge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those samples are counted, kept with the reason, and not trained on."""
+
+    def scores(model: Any, rows: Any, *more: Any) -> list[float]:
+        return [float("nan"), *sequence_scores(model, rows, *more)[1:]]
+
+    monkeypatch.setattr("m2flow.models.classifier.sequence_scores", scores)
+    words = {**recipe_with(classifier, judge, evaluation={"problems": 0}), "judge": {}}
+    run = train(words, run_dir=tmp_path / "run", progress=Quiet())
+    figures = read_metrics(run)
+    assert [row["step"] for row in figures] == [1, 2]
+    assert all(0 < row["reward/failed_share"] < 1 for row in figures)
+    assert all(row["train/skipped_share"] == 0 for row in figures)
+    assert rollouts_of(run)[0]["failure"] == "reward reward_model gave nan, no number"
 
 
 @pytest.fixture

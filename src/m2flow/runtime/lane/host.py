@@ -208,7 +208,13 @@ class LaneHost:
         if not spans:
             span = call_span(self.graphs[flow], command, self.lane, start, self.clock(), facts)
             spans = (span,)
-        note = "" if self._journal is None else self._journal.take_trouble()
+        notes = []
+        if isinstance(command, RunFinish):
+            worker = self.workers.get(self.graphs[flow].nodes[command.node].worker)
+            notes = [] if worker is None else [worker.take_note()]
+        if self._journal is not None:
+            notes.append(self._journal.take_trouble())
+        note = "; ".join(filter(None, notes))
         return Report(CallFinished(command.call, self.lane), spans, metrics, published, note)
 
     def _gather(self, flow: str, step: int, inputs: Inputs) -> list[Batch]:

@@ -22,6 +22,7 @@ from m2flow.plan.file import to_json
 from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training.checkpoint import step_of, sweep
+from m2flow.training.optimizer import NOT_TAKEN
 from m2flow.training.skipping import SKIPPED
 from m2flow.workloads.common.launching import launched, write_decision
 from m2flow.workloads.common.recipe import AUTO_MODE
@@ -280,8 +281,8 @@ class Training:
 
     def _figures(self, run: Run, result: StepResult, step: int) -> dict[str, float]:
         """The figures of a step that is done; its rollouts and spans are kept here."""
-        for alarm in (*self.experiment.alarms(result), *result.notes):
-            if alarm not in self._alarms:
+        for alarm in dict.fromkeys((*self.experiment.alarms(result), *result.notes)):
+            if alarm not in self._alarms or alarm.startswith(NOT_TAKEN):
                 self._alarms.add(alarm)
                 self.progress.note(f"step {step}: {alarm}")
         figures = self.experiment.metrics(result) | step_figures(result)
@@ -318,8 +319,7 @@ class Training:
         """Write all rollouts of a step of which some update was skipped."""
         shares = [share for name, share in figures.items() if name.endswith(f"/{SKIPPED}")]
         if any(shares):
-            rows = self.experiment.samples(result, len(result.output))
-            where = self._begun().write_skipped(step, rows)
+            where = self._begun().write_skipped(step, self.experiment.rollouts(result))
             self.progress.note(
                 f"step {step}: a loss or gradient was not finite: {max(shares):.0%} of the "
                 f"optimizer steps were left out; the rollouts are in {where}"

@@ -153,6 +153,9 @@ class Experiment(Protocol):
     def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
         """A few rollouts of a step, as rows of samples.jsonl."""
 
+    def rollouts(self, result: StepResult) -> list[dict[str, Any]]:
+        """All rollouts of a step, as rows that say what may have been wrong with it."""
+
     def alarms(self, result: StepResult) -> Sequence[str]:
         """What went wrong in a step without ending it, in words; each is shown once in a run."""
 

@@ -192,6 +192,11 @@ class EmbodiedExperiment:
         """Nothing to read: episodes are filmed."""
         return []
 
+    def rollouts(self, result: StepResult) -> list[dict[str, Any]]:
+        """The figures of all rollouts of a step; what was seen and done stays on the lanes."""
+        output = result.output.without("film")
+        return [{"item": item, **output.row(row)} for row, item in enumerate(output.ids)]
+
     def alarms(self, result: StepResult) -> Sequence[str]:
         """That episodes were given up; how many, the metrics say of each step."""
         if not any(int(count) for count in result.output["failed"]):

@@ -60,7 +60,7 @@ class PolicyUpdate:
         }
         config = optimizer_config(recipe)
         self.optimizer = SumOptimizer(policy.named_parameters(), config, first_after=first_after)
-        self._skips = Skips(recipe.max_skipped_updates)
+        self.skips = Skips(recipe.max_skipped_updates)
 
     def run(self, rollouts: Batch | None, all_reduce: AllReduce | None) -> dict[str, float]:
         """All passes over the turns of a step; every lane of the worker calls it.
@@ -95,7 +95,7 @@ class PolicyUpdate:
                             sums = added if sums is None else sums + added
                 if sums is None:
                     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
-                found.append(self._skips.figures(partial(self._step, sums, all_reduce)))
+                found.append(self.skips.figures(partial(self._step, sums, all_reduce)))
         figures = means_of(found)
         if algorithm.name == "ppo":
             figures["explained_variance"] = _explained_variance(turns, all_reduce)
@@ -182,7 +182,8 @@ class PolicyUpdate:
             sums = statistics.moments(values)
             if all_reduce is not None:
                 all_reduce([sums])
-            statistics.take_in(sums)
+            if bool(sums.isfinite().all()):  # others would spoil all steps to come
+                statistics.take_in(sums)
 
 
 def means_of(found: Sequence[Mapping[str, float]]) -> dict[str, float]:

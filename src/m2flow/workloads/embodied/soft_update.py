@@ -12,7 +12,7 @@ Legend: T transitions, W width of one, B rows of a batch on this lane, A size of
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -26,7 +26,7 @@ from m2flow.flow import Batch, Place
 from m2flow.models.policies.protocol import Policy, RunningStatistics
 from m2flow.models.policies.twin_critics import TwinCritics
 from m2flow.training.optimizer import AllReduce, SumOptimizer
-from m2flow.training.skipping import Skips
+from m2flow.training.skipping import SKIPPED, Skips
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.learning import means_of, optimizer_config
 from m2flow.workloads.embodied.replay import Replay, Transitions, transitions_of
@@ -36,6 +36,9 @@ FIGURES = (
     "loss", "value_loss", "entropy", "temperature", "q", "grad_norm", "critic_grad_norm",
     "learning_rate",
 )  # fmt: skip
+
+Step = Callable[[Transitions, list[int], AllReduce | None], dict[str, float]]
+"""Takes an optimizer step on a batch, with the seeds of its rows; its figures."""
 
 
 class SoftUpdate:
@@ -52,7 +55,7 @@ class SoftUpdate:
         self, policy: Policy, recipe: EmbodiedRecipe, spec: EnvironmentSpec, place: Place
     ) -> None:
         self.policy, self.recipe, self.place = policy, recipe, place
-        self._skips = Skips(recipe.max_skipped_updates)
+        self.skips = Skips(recipe.max_skipped_updates)
         section, settings = recipe.policy, recipe.algorithm
         (self.state_size,) = spec.observation("state").shape
         actions = section.chunk * spec.action.size
@@ -71,6 +74,8 @@ class SoftUpdate:
         trained = [*policy.named_parameters(), ("log_temperature", self.log_temperature)]
         self.actor_optimizer = SumOptimizer(trained, config)
         self.critic_optimizer = SumOptimizer(self.critics.named_parameters(), config)
+        self.updates = 0
+        """Begun in the run, those left out among them: the next one is of another batch."""
 
     def run(self, rollouts: Batch | None, all_reduce: AllReduce | None) -> dict[str, float]:
         """Take a step's rollouts in, and make its updates; every lane of the worker calls it.
@@ -87,7 +92,7 @@ class SoftUpdate:
         self.replay.add(rows_TW)
         settings = self.recipe.replay
         updates = settings.updates if len(self.replay) >= max(1, settings.begin) else 0
-        found = [self._skips.figures(partial(self._update, all_reduce)) for _ in range(updates)]
+        found = [self._update(all_reduce) for _ in range(updates)]
         means = dict.fromkeys(FIGURES, 0.0) | means_of(found)
         return means | {"updates": float(updates), "replay": float(len(self.replay))}
 
@@ -116,31 +121,47 @@ class SoftUpdate:
         ]
         norms += [one.norm for one in (self.critics, self.targets) if one.norm is not None]
         for norm in norms:
-            norm.take_in(norm.moments(state_TS))
+            moments = norm.moments(state_TS)
+            if bool(moments.isfinite().all()):  # others would spoil all updates to come
+                norm.take_in(moments)
 
     def _update(self, all_reduce: AllReduce | None) -> dict[str, float]:
-        number, size = self.critic_optimizer.num_steps, self.recipe.replay.batch_size
+        """A step of the critics, and one of the policy, which is left out where theirs is."""
+        number, size = self.updates, self.recipe.replay.batch_size
+        self.updates += 1
         place_B = torch.arange(size)[self.place.rank :: self.place.size]
         rows_BW = self.replay.sample(derive_seed(self.recipe.seed, 8, number), place_B)
         batch = Transitions(rows_BW.to(self.place.device), self.state_size)
-        first = derive_seed(self.recipe.seed, 9, number) >> 1
-        seeds = (first + place_B).tolist()
-        critic = self.critic_optimizer.step(self._judge(batch, seeds), 1, all_reduce)
-        first = derive_seed(self.recipe.seed, 10, number) >> 1
-        seeds = (first + place_B).tolist()
-        actor = self.actor_optimizer.step(self._act(batch, seeds), 1, all_reduce)
+
+        def taken(step: Step, kind: int) -> dict[str, float]:
+            seeds = ((derive_seed(self.recipe.seed, kind, number) >> 1) + place_B).tolist()
+            return self.skips.figures(partial(step, batch, seeds, all_reduce), step.__name__)
+
+        critic = taken(self._critic_step, 9)
+        if critic[SKIPPED]:
+            return critic
+        actor = taken(self._actor_step, 10)
         polyak(self.targets, self.critics, self.recipe.algorithm.polyak)
-        value_loss, count, q = critic.sums.tolist()
-        loss, _, entropy = actor.sums.tolist()
+        return {**critic, **actor, SKIPPED: actor[SKIPPED] / 2}
+
+    def _critic_step(
+        self, batch: Transitions, seeds: list[int], all_reduce: AllReduce | None
+    ) -> dict[str, float]:
+        step = self.critic_optimizer.step(self._judge(batch, seeds), 1, all_reduce)
+        loss, count, q = step.sums.tolist()
+        return {"value_loss": loss / count, "q": q / count, "critic_grad_norm": step.grad_norm}
+
+    def _actor_step(
+        self, batch: Transitions, seeds: list[int], all_reduce: AllReduce | None
+    ) -> dict[str, float]:
+        step = self.actor_optimizer.step(self._act(batch, seeds), 1, all_reduce)
+        loss, count, entropy = step.sums.tolist()
         return {
             "loss": loss / count,
-            "value_loss": value_loss / count,
             "entropy": entropy / count,
             "temperature": float(self.log_temperature.detach().exp()),
-            "q": q / count,
-            "grad_norm": actor.grad_norm,
-            "critic_grad_norm": critic.grad_norm,
-            "learning_rate": actor.learning_rate,
+            "grad_norm": step.grad_norm,
+            "learning_rate": step.learning_rate,
         }
 
     def _judge(self, batch: Transitions, seeds: list[int]) -> Tensor:
@@ -197,6 +218,7 @@ class SoftUpdate:
             "critic_optimizer": dict(self.critic_optimizer.state_items()),
             "replay": self.replay.state(),
             "temperature": {"log": self.log_temperature.detach()},
+            "updates": {"begun": torch.tensor(self.updates)},
         }
         for part, tensors in parts.items():
             yield from ((f"{part}.{name}", tensor) for name, tensor in tensors.items())
@@ -215,6 +237,8 @@ class SoftUpdate:
         self.critic_optimizer.load_state_dict(part("critic_optimizer"))
         self.replay.restore(state["replay.rows"], int(state["replay.total"]))
         self.log_temperature.copy_(state["temperature.log"])
+        begun = state.get("updates.begun")  # older files have none, and left none out
+        self.updates = self.critic_optimizer.num_steps if begun is None else int(begun)
 
 
 def _sums(loss: Tensor, rows: int, third: Tensor) -> Tensor:

@@ -176,6 +176,8 @@ class GenerationSection(Section):
 
     With `tokens_per_step` an answer that has not ended after so many tokens of a step goes on in a
     later one, on the weights of then; its group is trained on when all of its answers have ended.
+    With `max_versions` a recipe is refused by which weights that drew a token may lag behind the
+    step that trains on it by more.
 
     With `captured_decode` the native engine records its decode steps on an accelerator as CUDA
     graphs, and replays them.
@@ -183,6 +185,7 @@ class GenerationSection(Section):
 
     max_new_tokens: Count = 24
     tokens_per_step: Count | None = None
+    max_versions: Natural | None = None
     temperature: Positive = 1.0
     top_k: Natural = 0
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
@@ -509,6 +512,19 @@ class ReasoningRecipe(common.Recipe):
         return self
 
     @property
+    def feedback_lag(self) -> int:
+        """A step's problems may follow from results of steps at least so many before it: so many
+        may be in flight, and as many more be done whose results are not told."""
+        return 1 + 2 * self.max_staleness
+
+    @property
+    def oldest_token(self) -> int:
+        """Versions by which weights that drew a token may lag behind the step that trains on it."""
+        most, each = self.generation.max_new_tokens, self.generation.tokens_per_step
+        pieces = 1 if each is None else -(-most // each)
+        return self.max_staleness + (pieces - 1) * self.feedback_lag
+
+    @property
     def verifies(self) -> bool:
         """Whether functions judge answers, and not models alone."""
         return self.reward != ()
@@ -558,6 +574,19 @@ class ReasoningRecipe(common.Recipe):
             if holds:
                 key = "generation.tokens_per_step"
                 raise UserError(why, key=key, value=tokens, expected=wanted)
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_are_young_enough(self) -> ReasoningRecipe:
+        most = self.generation.max_versions
+        if most is not None and self.oldest_token > most:
+            raise UserError(
+                "tokens may be older when they are trained on",
+                key="generation.max_versions",
+                value=most,
+                expected=f"at least {self.oldest_token}",
+                hint="lower max_staleness, or raise generation.tokens_per_step",
+            )
         return self
 
     @model_validator(mode="after")

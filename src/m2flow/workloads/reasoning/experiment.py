@@ -232,8 +232,7 @@ class ReasoningExperiment:
             seed=recipe.seed,
             slots=recipe.prompts_per_step,
             spares=recipe.further_draws,
-            # So many steps may be in flight, and as many more be done whose results are not told.
-            lag=1 + 2 * recipe.max_staleness,
+            lag=recipe.feedback_lag,
             curriculum=curriculum,
         )
 
@@ -455,6 +454,9 @@ class ReasoningExperiment:
         if self.recipe.verifies and "verified" in output:  # of functions, whatever models add
             right = [worth >= 1.0 for worth in output["verified"]]
             figures["accuracy/mean"] = sum(right) / len(right)
+        if "version" in output:
+            oldest = min(first for first, _ in output["version"])
+            figures["staleness/oldest_token"] = float(result.step - oldest)
         if BEGUN in output:
             begun = result.output[BEGUN]
             going_on = sum(one is not None for one in begun)
@@ -482,6 +484,10 @@ class ReasoningExperiment:
         rows = range(0, len(output), every)[:count]
         failed = [row for row, why in enumerate(output["failure"]) if why][:count]
         return [sample_row(output, row) for row in dict.fromkeys((*failed, *rows))][:count]
+
+    def rollouts(self, result: StepResult) -> list[dict[str, Any]]:
+        """All rollouts of a step, as those few are shown."""
+        return self.samples(result, len(result.output))
 
     def alarms(self, result: StepResult) -> Sequence[str]:
         """Why samples of a step have no reward, each reason once; and what its figures warn of.

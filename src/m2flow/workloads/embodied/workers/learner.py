@@ -72,6 +72,9 @@ class EmbodiedLearner(Worker):
             _in_order(kept), self.place.all_reduce if self.place.size > 1 else None
         )
 
+    def take_note(self) -> str:
+        return self.update.skips.take_note()
+
     def discard(self) -> None:
         self._rollouts = []
 

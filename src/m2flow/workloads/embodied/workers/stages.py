@@ -8,7 +8,7 @@ from m2flow.flow import Batch, Ragged, stage
 from m2flow.workloads.embodied.workers.columns import TURN, lengths_of
 from m2flow.workloads.embodied.workers.further_draws import COMPARED, TRIED, teaches
 
-OUTCOME = ("episodes", "failed", "steps_taken", "reward", "film", "dropped", TRIED)
+OUTCOME = ("episodes", "failed", "steps_taken", "reward", "film", "dropped", "largest", TRIED)
 """Columns that a step hands back for metrics and samples."""
 
 
@@ -146,4 +146,22 @@ def outcome(rollouts: Batch) -> Batch:
         tried=[len(some) for some in tried],
         reward=rewards,
         dropped=list(rollouts["dropped"]) if "dropped" in rollouts else nothing,
+        largest=largest(rollouts),
     ).only(*OUTCOME)
+
+
+def largest(rollouts: Batch) -> list[dict[str, float]]:
+    """Of each rollout the largest magnitude in its turns' columns of floats; NaN where one is."""
+    import torch
+
+    lengths = torch.tensor(lengths_of(rollouts))
+    found: dict[str, list[float]] = {}
+    for name, column in rollouts.columns.items():
+        if not (name.startswith(TURN) and isinstance(column, Ragged)):
+            continue
+        values = column.values.unsqueeze(-1).flatten(1)
+        if values.is_floating_point():
+            size_T = torch.linalg.vector_norm(values, torch.inf, dim=1).double()
+            most_B = torch.segment_reduce(size_T, "max", lengths=lengths, initial=0.0)
+            found[name.removeprefix(TURN)] = most_B.tolist()
+    return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]

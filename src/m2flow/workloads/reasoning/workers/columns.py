@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -95,21 +96,24 @@ def with_score(
     Args:
         samples: with `reward` and `failure`; one that has failed stays without a reward.
         name: who has scored.
-        scores: of each sample; None where there is no score, so that the sample has no reward.
-        why: in words, where there is none.
+        scores: of each sample; None where there is no score, so that the sample has no reward. One
+            that is not finite is none.
+        why: in words, where there is None.
         weight: of the score in the reward.
     """
-    rewards, failures = [], []
-    for reward, failure, score, reason in zip(
-        samples["reward"], samples["failure"], scores, why, strict=True
+    rewards, failures, kept = [], [], list(scores)
+    for row, (reward, failure, score, reason) in enumerate(
+        zip(samples["reward"], samples["failure"], scores, why, strict=True)
     ):
+        if score is not None and not math.isfinite(score):
+            kept[row], score, reason = None, None, f"gave {score!r}, no number"
         failures.append(failure or ("" if score is not None else f"reward {name} {reason}"))
         rewards.append(0.0 if failures[-1] or score is None else reward + weight * score)
     columns = {
         "verified": samples["verified"] if "verified" in samples else samples["reward"],
         "reward": rewards,
         "failure": failures,
-        f"{name}_score": list(scores),
+        f"{name}_score": kept,
     }
     return samples.with_columns(**columns)
 

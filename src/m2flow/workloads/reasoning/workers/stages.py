@@ -60,16 +60,14 @@ def shape_reward(samples: Batch, *, max_tokens: int, buffer: int, kl: float) -> 
     """
     import torch
 
-    from m2flow.algorithms.shaping import drift_penalty, overlong_penalty, sums_of_sequences
+    from m2flow.algorithms.shaping import overlong_penalty, sums_of_sequences
 
     rewards_B = torch.tensor(samples["reward"], dtype=torch.float64)
     lengths_B = lengths_of(samples, "completion_ids")
     if buffer:
         rewards_B = rewards_B + overlong_penalty(lengths_B, max_tokens, buffer)
     if kl:
-        drawn, reference = samples["behaviour_logprobs"], samples["reference_logprobs"]
-        drift_T = drift_penalty(drawn.values, reference.values, kl)
-        rewards_B = rewards_B + sums_of_sequences(drift_T, lengths_B)
+        rewards_B = rewards_B + sums_of_sequences(_drift(samples, kl), lengths_B)
     return samples.with_columns(shaped=rewards_B)
 
 
@@ -170,13 +168,24 @@ def reward_to_go(samples: Batch, *, gamma: float, kl: float) -> Batch:
 def _token_rewards(samples: Batch, kl: float) -> Any:
     """float64 [T]: an answer's reward at its last token, less the KL that each token costs."""
     from m2flow.algorithms.gae import rewards_at_end
-    from m2flow.algorithms.shaping import drift_penalty
 
     rewards_T = rewards_at_end(_rewards(samples), lengths_of(samples, "completion_ids"))
-    if not kl:
-        return rewards_T
+    return rewards_T + _drift(samples, kl) if kl else rewards_T
+
+
+def _drift(samples: Batch, kl: float) -> Any:
+    """[T] what drift from the reference costs each token.
+
+    A log-probability that is not finite costs nothing here: the learner finds it in its column, and
+    leaves the step out.
+    """
+    import torch
+
+    from m2flow.algorithms.shaping import drift_penalty
+
     drawn, reference = samples["behaviour_logprobs"], samples["reference_logprobs"]
-    return rewards_T + drift_penalty(drawn.values, reference.values, kl)
+    drift_T = drift_penalty(drawn.values, reference.values, kl)
+    return torch.where(drift_T.isfinite(), drift_T, 0.0)
 
 
 @stage(unit="step")

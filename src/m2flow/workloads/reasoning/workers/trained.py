@@ -114,6 +114,9 @@ class Trained(Divided):
         figures: dict[str, float] = self._skips.figures(lambda: self.trainer.finish(all_reduce))
         return figures
 
+    def take_note(self) -> str:
+        return self._skips.take_note()
+
     def discard(self) -> None:
         self._folded = [[]]
         self.trainer.discard()

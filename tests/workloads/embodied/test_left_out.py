@@ -1,0 +1,115 @@
+"""What is no number costs the optimizer steps that would learn from it, and a run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from m2flow.observe.progress import Quiet
+from m2flow.observe.run_directory import read_metrics
+from m2flow.training.optimizer import NotFinite
+from m2flow.workloads.common import train
+from m2flow.workloads.embodied.workers.recording import Recordings
+
+HERE = Path(__file__).parent
+
+WORDS: dict[str, Any] = {
+    "workload": "embodied",
+    "mode": "eager",
+    "steps": 4,
+    "rollouts_per_step": 4,
+    "environment": {"name": "pointing:Pointing"},
+    "policy": {"hidden": [16]},
+    "rollout": {"horizon": 8, "automatic_reset": False},
+    "evaluation": {"episodes": 0},
+}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo": {"update": {"epochs": 2, "minibatches": 4}},
+    "grpo": {
+        "algorithm": {"name": "grpo", "group_size": 2, "reward": "return"},
+        "update": {"epochs": 2, "minibatches": 4},
+    },
+    "sac": {
+        "algorithm": {"name": "sac"},
+        "policy": {"hidden": [16], "distribution": "squashed"},
+        "replay": {"capacity": 200, "begin": 1, "batch_size": 8, "updates": 12},
+        "max_skipped_updates": 11,
+    },
+}
+BAD = 5
+"""Number of the second rollout of the second step."""
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment's module."""
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, column: str, value: float) -> None:
+    """Spoil a turn of a rollout behind all that looks at what simulators give."""
+    take = Recordings.take
+
+    def spoilt(self: Recordings, numbers: Any, over: Any) -> dict[str, Any]:
+        found = take(self, numbers, over)
+        if BAD in numbers:
+            row = list(numbers).index(BAD)
+            if over[row]:
+                found[f"turn.{column}"][row][3] = value
+        return found
+
+    monkeypatch.setattr(Recordings, "take", spoilt)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "column", "value"),
+    [
+        ("ppo", "logprobs", math.nan),
+        ("grpo", "observation.state", math.nan),
+        ("sac", "observation.state", math.nan),
+        ("sac", "reward", 1e38),
+    ],
+)
+def test_a_turn_that_is_no_number(
+    algorithm: str, column: str, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One mini-batch of each pass; of a buffer those batches that have it."""
+    spoil(monkeypatch, column, value)
+    words = {**WORDS, **ALGORITHMS[algorithm]}
+    said: list[str] = []
+    progress = Quiet()
+    monkeypatch.setattr(progress, "note", said.append)
+    run = train(words, run_dir=tmp_path / "run", progress=progress)
+    shares = [row["train/skipped_share"] for row in read_metrics(run)]
+    assert shares[0] == 0.0
+    if algorithm == "sac":
+        assert 0 < shares[1] < 1
+    else:
+        assert shares[1:] == [0.25, 0.0, 0.0]
+    assert any("step 2: no step was taken: the summed loss is " in one for one in said)
+    weights = load_file(run / "checkpoints" / "latest" / "policy.safetensors")
+    assert all(bool(torch.isfinite(one).all()) for one in weights.values())
+
+    file = run / "skipped" / "step_000002.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["item"] for row in rows] == [0, 1, 2, 3]
+    assert all(len(row["episodes"]) == 1 and row["steps_taken"] == 8 for row in rows)
+    largest = [row["largest"][column] for row in rows]
+    odd = largest.pop(BAD % 4)
+    assert odd is None if math.isnan(value) else odd == pytest.approx(value)
+    assert all(0 <= one < 100 for one in largest)
+
+
+def test_too_many_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, "logprobs", math.nan)
+    words = {**WORDS, **ALGORITHMS["ppo"], "max_skipped_updates": 0}
+    with pytest.raises(NotFinite, match=r"at once \(max_skipped_updates: 0\)"):
+        train(words, run_dir=tmp_path / "run", progress=Quiet())
