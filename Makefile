@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart quickstart-embodied dev test test-browser chromium egl test-loggers test-vllm test-simulators test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test test-browser chromium egl vulkan test-loggers test-vllm test-simulators test-maniskill test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -54,6 +54,10 @@ egl:
 	  { $(APT) update && $(APT) install -y --no-install-recommends libegl1 libgl1 libgl1-mesa-dri >/dev/null; } || \
 	  { echo "needs EGL: apt-get install libegl1 libgl1 libgl1-mesa-dri"; exit 1; }
 
+vulkan: $(VENV)/.installed-dev
+	@$(BIN)/python -c "from m2flow.environments.rendering import probe; raise SystemExit(not probe('vulkan').works)" || \
+	  { echo "needs a Vulkan device: a GPU's driver, or Mesa 25 (docs/how-to/vla.md says how)"; exit 1; }
+
 # A mirror may be slow or break off: each file is asked for again, up to five times.
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=5 -o Acquire::http::Timeout=60
 
@@ -70,7 +74,11 @@ test-vllm: $(if $(filter $(VENV)-vllm/%,$(VLLM_PYTHON)),$(VENV)-vllm/.installed)
 test-simulators: egl $(VENV)-simulators/.installed ## LIBERO, Meta-World, EnvPool and vision-language-action policies (2.7 GB are installed)
 	M2FLOW_NEEDS_SIMULATORS=1 $(VENV)-simulators/bin/python -m pytest -m "not gpu" tests/models/policies \
 	  $(addprefix tests/environments/,test_envpool.py test_libero.py test_metaworld.py) \
-	  $(addprefix tests/workloads/embodied/,test_libero_run.py test_published.py) $(ARGS)
+	  $(addprefix tests/workloads/embodied/,test_libero_run.py test_pictures.py test_published.py) $(ARGS)
+
+test-maniskill: vulkan $(VENV)-maniskill/.installed ## ManiSkill; needs a Vulkan device, for states too (packages are installed)
+	M2FLOW_NEEDS_SIMULATORS=1 $(VENV)-maniskill/bin/python -m pytest -m "not gpu" \
+	  tests/environments/test_maniskill.py tests/workloads/embodied/test_maniskill_run.py $(ARGS)
 
 # The interpreter of TRL: by default that of the environment which benchmarks/peers_trl.py makes.
 test-trl: $(VENV)/.installed-dev ## our losses beside TRL's own (M2FLOW_TRL_PYTHON=... or its environment is made)
@@ -160,7 +168,8 @@ $(VENV)-audit/.installed:
 # On top of the packages of $(VENV), which stay as they are; MLflow does not fit constraints.txt.
 EXTRAS_loggers := dash,wandb,mlflow,trackio,swanlab
 EXTRAS_simulators := envpool,libero,metaworld,vla
-ON_TOP := loggers simulators
+EXTRAS_maniskill := maniskill,vla
+ON_TOP := loggers simulators maniskill
 $(ON_TOP:%=$(VENV)-%/.installed): $(VENV)-%/.installed: $(INPUTS) | $(VENV)/.installed-dev
 	$(BIN)/python -m venv $(VENV)-$*
 	$(BIN)/python -c "$(SITE)" >"$$($(VENV)-$*/bin/python -c "$(SITE)")/development.pth"

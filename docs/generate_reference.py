@@ -323,7 +323,8 @@ EMBODIED = {
     "update.gradient_checkpointing": "compute activations of OpenVLA and OpenVLA-OFT again in the "
     "backward pass, for a third more arithmetic; `null`: on accelerators",
     "evaluation.episodes": "greedy episodes of an evaluation; 0 for none",
-    "evaluation.films": "how many of them the report shows, where the environment draws itself",
+    "evaluation.films": "how many of them the report shows, where the environment draws itself; "
+    "solved ones come first, of four times as many that are filmed",
 }
 """What the keys of an embodied recipe mean that a reasoning recipe does not have, or not so."""
 

@@ -22,6 +22,8 @@ from rich.console import Console
 
 from m2flow.cli import doctor
 from m2flow.cli.doctor import GIB, Check, Requirements
+from m2flow.environments import rendering
+from m2flow.environments.rendering import Backend
 
 PROJECT = Path(__file__).parents[2]
 
@@ -193,6 +195,44 @@ def test_bfloat16_is_read_from_the_flags_of_the_cpu(
 ) -> None:
     (finding,) = doctor.check_cpu_bfloat16(write(tmp_path, {"cpuinfo": cpuinfo}))
     assert finding.detail == detail
+
+
+@pytest.mark.parametrize(
+    ("works", "says", "mujoco", "vulkan"),
+    [
+        (("egl", "osmesa", "vulkan"), "", "osmesa: there", "vulkan: there"),
+        (("egl",), "", "egl: there", None),
+        (("egl", "osmesa"), "egl", "egl: there", None),
+        ((), "glfw", "glfw: as MUJOCO_GL says", None),
+        (("vulkan",), "", None, "vulkan: there"),
+        (("egl", "vulkan"), "osmesa", None, "vulkan: there"),
+    ],
+)
+def test_the_back_end_that_each_kind_of_simulator_takes(
+    monkeypatch: pytest.MonkeyPatch,
+    works: tuple[str, ...],
+    says: str,
+    mujoco: str | None,
+    vulkan: str | None,
+) -> None:
+    """With Vulkan alone MuJoCo cannot draw; that another library works told nothing of it."""
+    monkeypatch.setenv("MUJOCO_GL", says)
+    monkeypatch.setattr(rendering, "_has_gpu", lambda: False)
+    monkeypatch.setattr(
+        rendering, "probe", lambda n: Backend(n, n in works, "there" if n in works else "absent")
+    )
+    checks = {check.name: check for check in doctor.check_rendering()}
+    for kind, chosen in (("mujoco", mujoco), ("vulkan", vulkan)):
+        check = checks.pop(f"{kind} pictures")
+        if chosen is not None:
+            assert check == Check(f"{kind} pictures", "ok", chosen)
+        else:
+            assert check.status == "optional"
+            tried = (says or "osmesa") if kind == "mujoco" else "vulkan"
+            assert f"{tried}: absent" in check.detail
+            assert check.fix == rendering.HOW_TO[kind]
+            assert check.fix not in check.detail
+    assert not checks
 
 
 def test_a_package_that_is_there() -> None:

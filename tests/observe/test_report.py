@@ -17,6 +17,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from m2flow.errors import UserError
+from m2flow.observe.films import Film
 from m2flow.observe.health import findings
 from m2flow.observe.lane_time import pictured_steps
 from m2flow.observe.page import STATIC, script
@@ -265,6 +266,24 @@ def test_a_very_long_completion_is_cut_and_says_so(tmp_path: Path) -> None:
     path = write_report(run.path)
     assert "38,000 more characters" in words(check(path))
     assert path.stat().st_size < 60_000 + len(script())
+
+
+def test_films_have_a_title_and_a_strip_for_where_nothing_moves(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "filmed")
+    for step in (0, 1, 2):
+        film = Film(b"moves %d" % step, b"strip %d" % step, f"solved · reach <{step}>")
+        assert [path.name for path in run.write_films(step, [film])] == [f"step_00000{step}_0.webp"]
+    (run.films / "title_000000_0.txt").unlink()
+    (run.films / "strip_000000_0.webp").unlink()
+    html = write_report(run.path).read_text()
+    found = re.findall(r"data:image/webp;base64,([\w=+/]+)", html)
+    assert [base64.b64decode(one) for one in found] == [b"moves 0", b"moves 2", b"strip 2"]
+    assert "solved · reach &lt;2&gt;" in html
+    assert "an episode" in html, "of one whose title is missing"
+    checker = Checker()
+    checker.feed(html)
+    assert checker.open == []
+    assert all(attributes.get("alt") for tag, attributes in checker.elements if tag == "img")
 
 
 def test_rollouts_of_the_first_and_last_step_stand_side_by_side(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from m2flow.errors import UserError
 from m2flow.plan.machine import CGROUP, PROC, read_text, usable_cores, usable_memory
 
 Status = Literal["ok", "warn", "missing", "optional"]
@@ -333,15 +334,22 @@ def check_gpu(proc: Path = PROC) -> list[Check]:
 
 
 def check_rendering() -> list[Check]:
-    """What simulators can draw pictures with, where there is no screen."""
-    from m2flow.environments.rendering import HOW_TO, backends
+    """What simulators of each kind draw pictures with, where there is no screen."""
+    from m2flow.environments.rendering import HOW_TO, backends, choose
 
-    found = {backend.name: backend for backend in backends()}
-    works = [f"{name}: {backend.detail}" for name, backend in found.items() if backend.works]
-    if works:
-        return [Check("rendering", "ok", ", ".join(works))]
-    detail = "; ".join(f"{name}: {backend.detail}" for name, backend in found.items())
-    return [Check("rendering", "optional", detail, HOW_TO["mujoco"])]
+    found = {backend.name: backend.detail for backend in backends()}
+    checks = []
+    for renderer in HOW_TO:
+        name = f"{renderer} pictures"
+        try:
+            chosen = choose(renderer)
+        except UserError as error:
+            detail = str(error).removesuffix(f"; {error.hint}")
+            checks.append(Check(name, "optional", detail, error.hint))
+        else:
+            why = found.get(chosen, "as MUJOCO_GL says")
+            checks.append(Check(name, "ok", f"{chosen}: {why}"))
+    return checks
 
 
 def check_extras(requirements: Requirements | None = None) -> list[Check]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
@@ -182,6 +182,18 @@ def await_replies(
                 detail = f"no sign of life for {seconds:g} s; it wrote: {process.tail()}"
                 replies[number] = Lost("hung", detail)
     return replies
+
+
+def accelerator_bytes(pids: Collection[int]) -> int:
+    """Bytes of GPU memory that processes compute or draw in; 0 where nvidia-smi does not tell."""
+    command = ["nvidia-smi", "pmon", "-c", "1", "-s", "m"]  # columns: gpu, pid, type, MB, ...
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return 0
+    mine = {str(pid) for pid in pids}
+    rows = [row for line in said.stdout.splitlines() if len(row := line.split()) > 3]
+    return sum(2**20 * int(row[3]) for row in rows if row[1] in mine and row[3].isdigit())
 
 
 def _search_path(python: str | None) -> str:

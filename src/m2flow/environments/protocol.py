@@ -152,6 +152,11 @@ class VectorEnvironment(ABC):
         )
 
     @property
+    def pids(self) -> list[int]:
+        """Numbers of the processes that run the simulators; none where they are in this one."""
+        return []
+
+    @property
     @abstractmethod
     def nbytes(self) -> int:
         """Memory that ending the simulators gives back, as far as it can be told."""

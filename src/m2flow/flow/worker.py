@@ -186,6 +186,10 @@ class Worker:
         """Bytes of accelerator memory that the state takes while it is onloaded."""
         return 0
 
+    def beside_bytes(self) -> int:
+        """Bytes of that memory in processes of this worker that `offload` does not give back."""
+        return 0
+
     def publish(self, *targets: Worker) -> None:
         """Declare, inside `Flow.sync`, that the targets run on this worker's weights."""
         record_publish(self, targets)

@@ -8,7 +8,6 @@ recorded spans.
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Callable, Sequence
 from html import escape
@@ -16,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from m2flow.observe.curves import chart_data, curve_cards
+from m2flow.observe.films import film_cards
 from m2flow.observe.formatting import number, percent, seconds
 from m2flow.observe.health import CHECKED, findings
 from m2flow.observe.jsonl import write_atomically
@@ -244,20 +244,8 @@ def _timeline(record: RunRecord) -> str:
 
 
 def _films(record: RunRecord) -> str:
-    """The films of the first and of the last evaluation, within the page."""
-    found = sorted(record.directory.films.glob("step_*.webp"))
-    steps = sorted({film.stem.split("_")[1] for film in found})
-    cards = []
-    for film in found:
-        step = film.stem.split("_")[1]
-        if step in (steps[0], steps[-1]):
-            content = base64.b64encode(film.read_bytes()).decode()
-            cards.append(
-                f'<article class="card"><header><h3>step {int(step)}</h3></header>'
-                f'<img alt="an episode" style="width:100%" src="data:image/webp;base64,{content}">'
-                "</article>"
-            )
-    body = f'<div class="charts">{"".join(cards)}</div>'
+    cards = film_cards(record.directory.films)
+    body = f'<div class="charts">{cards}</div>'
     return section("Episodes", body, "of the first and of the last evaluation") if cards else ""
 
 

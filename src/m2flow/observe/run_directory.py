@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from m2flow.errors import CannotWrite, UserError, writing
+from m2flow.observe.films import Film, write_films
 from m2flow.observe.jsonl import (
     append_rows,
     cut_after_step,
@@ -130,12 +131,12 @@ class RunDirectory:
         """Write the plan, profile or decision, as `m2flow.plan.file.to_json` gives it."""
         write_atomically(path, text.encode())
 
-    def write_films(self, step: int, films: Sequence[bytes]) -> None:
-        """Write the films of an evaluation, as `films/step_NNNNNN_N.webp`."""
-        for number, film in enumerate(films):
+    def write_films(self, step: int, films: Sequence[Film]) -> list[Path]:
+        """Write the films of an evaluation, as `write_films` of `observe/films.py`; their files."""
+        if films:
             with writing("a film", self.films):
                 self.films.mkdir(exist_ok=True)
-            write_atomically(self.films / f"step_{step:06d}_{number}.webp", film)
+        return write_films(self.films, step, films)
 
     def write_skipped(self, step: int, rows: Iterable[Mapping[str, object]]) -> Path:
         """Write the rollouts of a step that was left out, as `skipped/step_NNNNNN.jsonl`."""

@@ -14,6 +14,7 @@ from m2flow.engine.spans import Span, SpanKind, ids_of
 from m2flow.errors import UserError
 from m2flow.flow import FlowGraph, stage
 from m2flow.flow.worker import Layout
+from m2flow.plan import build_plan
 from m2flow.plan.choose import choose
 from m2flow.plan.profile import (
     LinkCost,
@@ -476,6 +477,21 @@ def test_a_known_profile_is_corrected_where_it_ran_and_beside_it() -> None:
     assert profile.source == "measured"
     assert profile.workers == believed.workers
     assert profile.publish_seconds("learner", "gen", "same", 1, 1) == pytest.approx(0.02)
+
+
+def test_a_state_that_a_worker_does_not_tell_stays_as_it_was_assumed() -> None:
+    """A simulator that cannot be moved says 0: what its renderer was assumed to take is kept."""
+    plan = build_plan("collocated", GRPO, LANES, ITEMS)
+    spots = {
+        name: replace(spot, state_bytes={"learner": 7000}.get(name, 0))
+        for name, spot in plan.placements.items()
+    }
+    evidence = Evidence(GRPO)
+    evidence.add(replace(plan, placements=spots), [], moves=[("gen", "onload", 0.9)])
+    found = fitted(evidence, KNOWN)
+    (assumed,), (told,) = found.workers["gen"], found.workers["learner"]
+    assert (assumed.state_bytes, assumed.onload) == (1000, 0.9)
+    assert told.state_bytes == 7000
 
 
 def test_limits_that_were_not_tried_are_scaled() -> None:

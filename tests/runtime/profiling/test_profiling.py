@@ -29,6 +29,7 @@ ROUND, ADMIT = 0.01, 0.03
 SCORE, SCORE_ITEM = 0.02, 0.004
 TRAIN_ITEM, FINISH = 0.012, 0.05
 TRAIN_BYTES, FINISH_BYTES = 16_000_000, 96_000_000
+BESIDE_BYTES = 70_000_000
 NOISE_BYTES = 5_000_000
 OFFLOAD, ONLOAD = 0.04, 0.06
 KEY = {"model": {"config": "toy"}, "shapes": {"items": ITEMS}, "hardware": {"lanes": 2}}
@@ -78,6 +79,9 @@ class Judge(Worker):
     def score(self, items: Batch) -> Batch:
         time.sleep(SCORE + SCORE_ITEM * len(items))
         return items
+
+    def beside_bytes(self) -> int:
+        return BESIDE_BYTES
 
 
 class Pupil(Worker):
@@ -184,6 +188,10 @@ def test_memory_of_calls_is_known(profile: Profile) -> None:
         wanted = max(items * TRAIN_BYTES, FINISH_BYTES)
         assert 0.9 * wanted < size < wanted + NOISE_BYTES
     assert learn.working.points[-1][1] > learn.working.points[0][1]
+    (score,) = profile.stage("judge.score").costs
+    assert score.working
+    for _, size in score.working.points:
+        assert BESIDE_BYTES <= size < BESIDE_BYTES + NOISE_BYTES
 
 
 def test_a_single_lane_will_do_and_short_time_gives_what_it_can() -> None:

@@ -26,7 +26,7 @@ from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
-from m2flow.workloads.embodied.workers.film import encoded
+from m2flow.workloads.embodied.workers.film import filmed
 
 HERE = Path(__file__).parent
 COUNTING = "counting:Counting"
@@ -107,9 +107,9 @@ def trained(
 )
 def test_every_plan_computes_the_same(pool: Any, changes: dict[str, Any]) -> None:
     some = recipe(**changes)
-    wanted, weights = trained(some, "eager")
-    for mode in ("collocated", "disaggregated", "hybrid"):
-        found, others = trained(some, mode, lanes=pool)
+    wanted, weights = trained(some, "eager", 6)
+    for mode in ("collocated", "disaggregated", "hybrid", "auto"):
+        found, others = trained(some, mode, 6, lanes=pool)
         for ours, theirs in zip(wanted, found, strict=True):
             assert ours.output["episodes"] == theirs.output["episodes"]
         for name, tensor in weights.items():
@@ -209,11 +209,37 @@ def test_an_evaluation_is_spread_over_the_initial_states(
     assert found == Counter([*range(10)] * each + more)
 
 
-def test_a_film_has_one_size() -> None:
+def test_a_film_has_one_size_and_a_strip_of_it() -> None:
     pictures = [torch.full((size, size, 3), 10 * size, dtype=torch.uint8) for size in (16, 24, 2)]
-    film = Image.open(BytesIO(encoded(pictures)))
-    assert film.size == (16, 16)
-    assert film.n_frames == 3
+    episode = {"success_once": 1.0, "return": 2.5}
+    film = filmed(pictures, episode, "count")
+    assert film is not None
+    assert film.title == "solved · count · return 2.5"
+    moving, strip = (Image.open(BytesIO(one)) for one in (film.moving, film.strip))
+    assert (moving.size, moving.n_frames) == ((16, 16), 3)
+    assert (strip.size, strip.n_frames) == ((48, 16), 1)
+    longer = [torch.full((4, 6, 3), n, dtype=torch.uint8) for n in range(250)]
+    film = filmed(longer, {**episode, "success_once": 0.0})
+    assert film is not None
+    assert film.title == "unsolved · return 2.5"
+    moving, strip = (Image.open(BytesIO(one)) for one in (film.moving, film.strip))
+    assert moving.n_frames <= 120
+    assert strip.size == (8 * 6, 4)
+    shown = [strip.convert("L").getpixel((6 * n + 3, 2)) for n in range(8)]
+    assert shown == pytest.approx([n * 249 / 7 for n in range(8)], abs=8)
+    assert filmed(pictures, None) is None, "of an episode that did not end"
+
+
+def test_solved_episodes_are_filmed_first() -> None:
+    """Four episodes are filmed for each film that is kept; the solved ones among them lead."""
+    some = recipe(evaluation={"episodes": 20, "films": 2})
+    experiment = EmbodiedExperiment(some)
+    starts = experiment.held_out()
+    assert starts is not None
+    assert starts["film"].tolist() == [True] * 8 + [False] * 12
+    episodes = [[{"success_once": float(n == 2)}] for n in range(4)]
+    result: Any = SimpleNamespace(output={"film": ["a", None, "c", "d"], "episodes": episodes})
+    assert experiment.films(result) == ["c", "a"]
 
 
 @pytest.mark.parametrize("fault", ["kill", "hang", "nan", "raise", "noreset"])

@@ -56,11 +56,10 @@ def changed_weights(recipe: Any, run: Path) -> list[str]:
     return [name for name, weight in after.items() if not torch.equal(weight, before[name])]
 
 
-def test_tasks_whose_assets_are_absent_are_refused() -> None:
+def test_tasks_whose_assets_are_absent_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from mani_skill.utils import assets
 
-    if assets.is_data_source_downloaded("bridge_v2_real2sim"):
-        pytest.skip("the assets are here")
+    monkeypatch.setattr(assets, "is_data_source_downloaded", lambda name: False)
     recipe = read_recipe(RECIPES / "openvla-ppo-maniskill.yaml", ["model=/models/none"])
     with pytest.raises(UserError, match=r"assets are absent.*download_asset bridge_v2_real2sim"):
         EmbodiedExperiment(recipe)

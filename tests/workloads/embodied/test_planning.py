@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,43 @@ def test_pi0_fits_where_it_is_trained_alone() -> None:
     (training,) = work.stages["learner.train"].layouts
     state = total(work.workers["learner"].states[0][1])
     assert 50e9 < state + total(training.working_bytes(1)) < H100.usable_bytes
+
+
+def test_only_workers_hold_weights() -> None:
+    """Pure functions of the flow were priced as if each held the learner's state."""
+    work = priced("pi0-ppo-libero-spatial")
+    holding = {name for name, worker in work.workers.items() if worker.states}
+    assert holding == {"simulator", "actor", "learner"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "openvla-ppo-maniskill",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "openvla-grpo-maniskill",
+                "openvla-oft-grpo-libero-spatial",
+                "openvla-oft-ppo-libero-spatial",
+                "pi0-ppo-libero-spatial",
+            )
+        ),
+    ],
+)
+def test_predicted_plans_of_published_models_are_those_of_the_readme(name: str) -> None:
+    done = run_command("plan", RECIPES / f"{name}.yaml", "--cluster", "1x8xH100")
+    assert done.code == 0, done.err
+    found = re.search(
+        r"^plan: (\w+), 8 lanes, ([\d.]+) s .*?^bottleneck: (\S+), .*?\((\d+)%\)"
+        r".*?^memory: at most ([\d.]+) GB of 72 GB",
+        done.out,
+        re.DOTALL | re.MULTILINE,
+    )
+    assert found is not None, done.out
+    mode, seconds, stage, share, memory = found.groups()
+    row = f"| `{name}.yaml` | {seconds} | `{stage}`, {share} % | {memory} of 72 GB | {mode} |"
+    assert row in (RECIPES / "README.md").read_text()
 
 
 def test_the_models_own_config_is_what_is_priced(tmp_path: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
+from m2flow.observe.progress import JsonLines
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
@@ -67,7 +71,9 @@ def test_two_steps_of_the_recipe_from_pixels(tmp_path: Path) -> None:
 
 
 def test_a_run_has_figures_and_films(tmp_path: Path) -> None:
-    run = train(RECIPE, run_dir=tmp_path / "run")
+    stream = StringIO()
+    run = train(RECIPE, run_dir=tmp_path / "run", progress=JsonLines(stream))
+    said = [json.loads(line).get("text") for line in stream.getvalue().splitlines()]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = rows[-1]
     for name in (
@@ -77,11 +83,21 @@ def test_a_run_has_figures_and_films(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert name in last, name
     assert last["environment_steps"] == 48
-    assert sorted(film.name for film in (run / "films").iterdir()) == [
-        f"step_{step:06d}_0.webp" for step in (0, 2, 4)
-    ]
+    assert sorted(film.name for film in (run / "films").iterdir()) == sorted(
+        f"{kind}_{step:06d}_0.{end}"
+        for kind, end in (("step", "webp"), ("strip", "webp"), ("title", "txt"))
+        for step in (0, 2, 4)
+    )
+    strip = Image.open(run / "films" / "strip_000004_0.webp")
+    assert strip.height == 128
+    assert strip.width in {128 * frames for frames in range(2, 9)}
+    title = (run / "films" / "title_000004_0.txt").read_text()
+    assert re.fullmatch(r"(un)?solved · reach the red ball · return -?\d[\d.e-]*", title)
+    assert title.startswith("solved") or not last["eval/success"], "all four were candidates"
+    assert f"film of an episode: {title}: {run}/films/step_000004_0.webp" in said
     page = (run / "report.html").read_text()
-    assert page.count("data:image/webp;base64,") == 2, "of the first and the last evaluation"
+    assert page.count("data:image/webp;base64,") == 4, "of the first and the last evaluation"
+    assert title in page
     lanes = parse_lanes("cpu:1")
     figures = examine(Examination(run / "checkpoints" / "latest", None, limit=8, lanes=lanes))
     assert figures["about"] == "8 episodes of table:red"

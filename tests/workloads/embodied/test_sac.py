@@ -238,7 +238,7 @@ def test_every_plan_computes_the_same() -> None:
     some = recipe(replay={**SMALL["replay"], "begin": 30})
     wanted = trained(some, "eager", 3)
     with LanePool([LaneSpec(0), LaneSpec(1)]) as lanes:
-        for mode in ("collocated", "disaggregated"):
+        for mode in ("collocated", "disaggregated", "hybrid", "auto"):
             found = trained(some, mode, 3, lanes)
             for name, tensor in wanted.items():
                 torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,6 +192,35 @@ def test_a_simulator_that_cannot_save_stays_where_it_is() -> None:
         assert simulator._pool._vectors == vectors
     finally:
         simulator.close()
+
+
+def test_what_simulators_hold_that_cannot_save_is_no_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their processes' memory on the CPU, and on an accelerator what they draw in, by number."""
+    simulator = made(2, saves=False)
+    saving = made(2)
+    try:
+        for one in (simulator, saving):
+            one.begin(starts())
+        assert simulator.state_bytes() == saving.beside_bytes() == 0
+        assert simulator.beside_bytes() > 2 * 5_000_000, "two interpreters with NumPy"
+        smi = tmp_path / "nvidia-smi"
+        first, second = simulator._pool.pids
+        smi.write_text(
+            "#!/bin/sh\necho '# gpu   pid  type  fb  ccpm  command'\n"
+            f"echo '0 {first} G 310 0 python'; echo '0 {second} C+G 25 0 python'\n"
+            "echo '0 1 C 4000 0 another'; echo '1 - - - - -'\n"
+        )
+        smi.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        simulator.place = Place(device="cuda:0")
+        assert simulator.beside_bytes() == 335 << 20
+        smi.unlink()
+        assert simulator.beside_bytes() == 0, "nobody tells"
+    finally:
+        simulator.close()
+        saving.close()
 
 
 def test_rollouts_of_a_step_that_failed_hold_no_environment() -> None:

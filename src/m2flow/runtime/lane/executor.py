@@ -409,8 +409,16 @@ class LaneExecutor:
         facts: Mapping[str, object] = NO_FACTS,
     ) -> Report:
         if self._gauge is not None:
-            facts = {**facts, "working_bytes": self._gauge.risen()}
+            facts = {**facts, "working_bytes": self._taken(order, command, self._gauge.risen())}
         return self._host.finished(order.flow, command, start, metrics, published, facts)
+
+    def _taken(self, order: Execute, command: CallCommand, risen: int | None) -> int | None:
+        """What a call takes beside states: here, and in processes of its worker."""
+        if risen is None or not isinstance(command, RunCall):
+            return risen
+        name = self._host.graphs[order.flow].nodes[command.node].worker
+        worker = self._host.workers.get(name)  # none of a pure function
+        return risen if worker is None else risen + worker.beside_bytes()
 
     def _portable(self, error: BaseException) -> BaseException:
         """The error as it was raised, with this lane's traceback as a note."""

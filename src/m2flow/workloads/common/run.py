@@ -359,12 +359,15 @@ class Training:
     def _evaluation(self, run: Run, step: int, held_out: Batch) -> dict[str, float]:
         result = run.run_method("evaluate", held_out)
         figures = self.experiment.evaluation(result)
-        self._begun().write_films(step, self.experiment.films(result))
+        films = self.experiment.films(result)
+        written = self._begun().write_films(step, films)
         said = "nothing that was held out could be judged"
         if figures:
             name, value = next(iter(figures.items()))
             said = f"held-out {name.removeprefix('eval/')} {value:.1%}"
         self.progress.note(f"step {step}: {said}")
+        if written and step == self.recipe.steps:
+            self.progress.note(f"film of an episode: {films[0].title}: {written[0]}")
         return figures | {"eval/seconds": result.seconds}
 
     def _save(self, run: Run, step: int) -> None:

@@ -19,6 +19,7 @@ from m2flow.plan.profile.work import Pricer
 from m2flow.workloads.common.recipe import Recipe
 
 if TYPE_CHECKING:
+    from m2flow.observe.films import Film
     from m2flow.runtime.driver.run import Run
     from m2flow.runtime.driver.runner import StepResult
 
@@ -159,8 +160,8 @@ class Experiment(Protocol):
     def alarms(self, result: StepResult) -> Sequence[str]:
         """What went wrong in a step without ending it, in words; each is shown once in a run."""
 
-    def films(self, result: StepResult) -> Sequence[bytes]:
-        """Animated WebP pictures of an evaluation, for the report."""
+    def films(self, result: StepResult) -> Sequence[Film]:
+        """Films of an evaluation's episodes, for the report; the first is the best to look at."""
 
     def save(self, run: Run, checkpoints: Path, step: int) -> None:
         """Write the checkpoint of a step; `recipe.checkpoint.keep` of them are kept.

@@ -31,6 +31,7 @@ from m2flow.workloads.embodied.workers.further_draws import SPARES, TRIED
 from m2flow.workloads.embodied.workers.source import WEIGHTS, PolicySource
 
 if TYPE_CHECKING:
+    from m2flow.observe.films import Film
     from m2flow.runtime.driver.run import Run
 
 METRIC_NAMES = {"loss": "loss/policy", "value_loss": "loss/value"}
@@ -38,6 +39,9 @@ METRIC_NAMES = {"loss": "loss/policy", "value_loss": "loss/value"}
 
 EVALUATED = 1 << 40
 """Numbers of rollouts of evaluations begin here: no step of training comes so far."""
+
+CANDIDATES = 4
+"""So many episodes are filmed for each film that is kept: solved ones are to be among them."""
 
 
 class EmbodiedExperiment:
@@ -92,7 +96,7 @@ class EmbodiedExperiment:
 
     def _starts(self, kind: int, first: int, count: int, *, evaluated: bool = False) -> Batch:
         numbers = range(first, first + count)
-        filmed = self.recipe.evaluation.films if evaluated else 0
+        filmed = CANDIDATES * self.recipe.evaluation.films if evaluated else 0
         single = evaluated or not self.recipe.rollout.automatic_reset
         draws = 0 if evaluated else self.recipe.algorithm.further_draws
         spares = {SPARES: [self._spares(n, draws) for n in numbers]} if draws else {}
@@ -206,9 +210,12 @@ class EmbodiedExperiment:
             found.append("no episode came to an end: there is nothing to learn from")
         return found
 
-    def films(self, result: StepResult) -> Sequence[bytes]:
-        """Those of an evaluation's first episodes, where the environment can draw itself."""
-        return [film for film in result.output["film"] if film]
+    def films(self, result: StepResult) -> Sequence[Film]:
+        """Films of an evaluation, where the environment can draw itself: solved episodes first."""
+        both = zip(result.output["film"], result.output["episodes"], strict=True)
+        found = [(film, episodes[0]["success_once"]) for film, episodes in both if film]
+        found.sort(key=lambda one: -one[1])
+        return [film for film, _ in found[: self.recipe.evaluation.films]]
 
     # --- checkpoints ------------------------------------------------------------------------------
 

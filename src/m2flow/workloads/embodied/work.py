@@ -46,7 +46,8 @@ CORES_BESIDE_GPU = 12
 """Cores of a machine for each of its accelerators. An assumption: a DGX H100 has 14."""
 
 RENDERER_BYTES = 0.3e9
-"""Of an accelerator's memory that one process draws in. An assumption."""
+"""Of an accelerator's memory that one process draws in. An assumption, which holds until
+`m2flow profile` has asked nvidia-smi; see `Simulator.beside_bytes`."""
 
 SMALL_TURN_SECONDS = {"mlp": 4e-6, "cnn": 4e-4}
 """Of a small policy on one core, for one turn of one rollout in the backward and forward pass."""
@@ -314,6 +315,8 @@ class EmbodiedRecipeWork:
             drawn = self._pictures and self._on_gpu
             held = {"renderers": RENDERER_BYTES * self._processes} if drawn else 0.0
             return WorkerWork([(ONE_LANE, held)])
+        if name not in ("actor", "learner"):  # a pure function
+            return WorkerWork(())
         if self.body is None:
             size = 4.0 * prod(self.recipe.policy.hidden)
             return WorkerWork([(ONE_LANE, size * (1 if name == "actor" else 4))], size)

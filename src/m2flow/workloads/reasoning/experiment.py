@@ -67,6 +67,7 @@ from m2flow.workloads.reasoning.workers.further_draws import with_spares
 from m2flow.workloads.reasoning.workers.source import dtype_on
 
 if TYPE_CHECKING:
+    from m2flow.observe.films import Film
     from m2flow.runtime.driver.run import Run
 
 _log = logging.getLogger(__name__)
@@ -511,7 +512,7 @@ class ReasoningExperiment:
                 alarms.append(hint)
         return alarms
 
-    def films(self, result: StepResult) -> Sequence[bytes]:
+    def films(self, result: StepResult) -> Sequence[Film]:
         """Text is not filmed."""
         return ()
 

@@ -34,6 +34,11 @@ class EnvironmentPool:
         """Memory that `put_away` gives back."""
         return sum(vector.nbytes for vector in self._vectors)
 
+    @property
+    def pids(self) -> list[int]:
+        """Numbers of the processes that run simulators."""
+        return [pid for vector in self._vectors for pid in vector.pids]
+
     def provide(self, count: int) -> None:
         """Make as many environments as are lacking, to have so many in all."""
         lacking = count - len(self._free) - len(self._places)

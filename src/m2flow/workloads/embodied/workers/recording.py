@@ -134,6 +134,11 @@ class Recordings:
             else:
                 self._write(f"{OBSERVATION}{name}", where, part)
 
+    def instruction(self, number: int) -> str:
+        """The sentence that a rollout began with; "" where the environment has none."""
+        table = self._tables.get(f"{OBSERVATION}{INSTRUCTION}")
+        return table[self._rows[number]][0] if isinstance(table, list) else ""
+
     def now(self, rows: Rows) -> dict[str, Any]:
         """What the next turn is decided on, as columns."""
         at = self.of["turns"][rows]

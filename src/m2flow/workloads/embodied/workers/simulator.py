@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from m2flow.environments.process import accelerator_bytes
 from m2flow.environments.registry import is_light
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Place, Worker, stage
@@ -15,12 +16,13 @@ from m2flow.workloads.embodied.workers.columns import (
     WHO,
     observations_of,
 )
-from m2flow.workloads.embodied.workers.film import encoded
+from m2flow.workloads.embodied.workers.film import filmed
 from m2flow.workloads.embodied.workers.further_draws import RESTS
 from m2flow.workloads.embodied.workers.pool import EnvironmentPool
 
 if TYPE_CHECKING:
     from m2flow.environments.protocol import StepOutcome
+    from m2flow.observe.films import Film
 
 FIGURES = {"steps": 0, "ends": False, "cut": False}
 """Figures of a turn that are Python values, and what they are like."""
@@ -183,12 +185,22 @@ class Simulator(Worker):
             recordings.told[number] if over else None
             for number, over in zip(numbers, done, strict=True)
         ]
+        films = [
+            self._filmed(number) if over else None
+            for number, over in zip(numbers, done, strict=True)
+        ]
         return {
             "episodes": [[] if one is None else one.episodes for one in told],
             "failed": torch.from_numpy(recordings.of["failed"][recordings.rows_of(numbers)].copy()),
-            "film": [b"" if one is None else encoded(one.film) for one in told],
+            "film": films,
             **recordings.take(numbers, done),
         }
+
+    def _filmed(self, number: int) -> Film | None:
+        """The film of a rollout's first episode, where it was wanted and is over."""
+        told = self._recordings.told[number]
+        episode = told.episodes[0] if told.episodes else None
+        return filmed(told.film, episode, self._recordings.instruction(number))
 
     def _film(self, numbers: Sequence[int]) -> None:
         """Add a picture to the films that are wanted; an environment that cannot draw has none."""
@@ -224,7 +236,16 @@ class Simulator(Worker):
         if self._bytes is not None:
             return self._bytes
         self._pool.provide(-(-self.rollouts // self.place.size))
-        return self._pool.nbytes
+        return self._held()
+
+    def beside_bytes(self) -> int:
+        """Of simulators in processes that cannot step aside."""
+        return self._held() if self._pool.pids and not self.saves else 0
+
+    def _held(self) -> int:
+        """Of the lane's memory, by all simulators: on an accelerator what they draw in."""
+        on_cpu = self.place.device == "cpu"
+        return self._pool.nbytes if on_cpu else accelerator_bytes(self._pool.pids)
 
     def close(self) -> None:
         self._pool.close()
