@@ -199,7 +199,7 @@ class EmbodiedExperiment:
         return found
 
     def films(self, result: StepResult) -> Sequence[bytes]:
-        """Those of an evaluation's first episodes, where the environment can draw itself."""
+        """Films of an evaluation's first episodes, where the environment can draw itself."""
         return [film for film in result.output["film"] if film]
 
     # --- checkpoints ------------------------------------------------------------------------------
