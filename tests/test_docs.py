@@ -146,6 +146,21 @@ def test_defects_seen_elsewhere_have_their_tests() -> None:
         assert "`tests/" in row, row
 
 
+def test_docstrings_name_what_they_speak_of() -> None:
+    """Who sees one alone, in a help text or an editor, knows no docstring before it."""
+    begins = re.compile(r"(The same|Those|Of these|Of those)\b")
+    found = [
+        f"{path.relative_to(PROJECT)}:{node.lineno}: {node.value.value.splitlines()[0]}"
+        for path in sorted((PROJECT / "src").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        and begins.match(node.value.value)
+    ]
+    assert not found
+
+
 def test_every_page_is_listed_in_the_index() -> None:
     index = PROJECT / "docs" / "index.md"
     linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}

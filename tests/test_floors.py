@@ -201,11 +201,18 @@ def test_the_rules_allow_what_goes_down(module: str, source: str) -> None:
 
 def test_the_command_line_knows_no_workload_by_name() -> None:
     """It reaches them through `m2flow.workloads.common` alone, whoever registered them."""
+    folders = (PACKAGE / "workloads").glob("*/workload.py")
+    names = {folder.parent.name for folder in folders} - {"common"}
     known = []
     for path in (path for path in SOURCES if room(module_name(path)) == "cli"):
         for line, imported in imported_modules(path.read_text(), module_name(path), False):
             if imported.startswith("m2flow.workloads.") and imported.split(".")[2] != "common":
                 known.append(f"{path.name}:{line} imports {imported}")
+        known += [
+            f"{path.name}:{node.lineno} says {node.value}"
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and node.value in names
+        ]
     assert not known
 
 

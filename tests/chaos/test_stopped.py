@@ -44,9 +44,21 @@ def halted(started: list[Started], recipe: str, strike: Strike, *words: str) -> 
     return run.process.returncode, errors
 
 
+LOUD = """
+from m2flow.rewards.addition import addition_reward
+
+
+def scored(*sample):
+    print("what a lane has printed")
+    return addition_reward(*sample)
+"""
+
+
 def test_a_lane_ends_the_run_at_its_deadline(started: list[Started]) -> None:
+    Path("loud.py").write_text(LOUD)
     strike = Strike("lane", "generation", step=2, how="halt")
     words = ["mode=disaggregated", "lanes=cpu:2", "deadline_seconds=12", "evaluation.every=1000"]
+    words.append("reward=loud:scored")
     begun = time.monotonic()
     code, errors = halted(started, TINY, strike, "steps=9", *words)
     assert code == 1
@@ -55,6 +67,8 @@ def test_a_lane_ends_the_run_at_its_deadline(started: list[Started]) -> None:
     victim = json.loads(Path("hit").read_text())["who"]
     assert f"process {victim}:" in errors
     assert "no answer; its state is T (stopped)" in errors
+    printed = errors.partition("  the last of worker-")[2].splitlines()
+    assert "    what a lane has printed" in printed, "of the lane that has scored"
     assert "Traceback" not in errors.partition("process ")[0]
     wait_until_quiet(started[0])
     assert ending_of("run").state == "failed"

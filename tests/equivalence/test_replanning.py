@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 import m2flow
-from m2flow import Flow
+from m2flow import Batch, Flow, Layout, Stream, Worker, stage
+from m2flow.engine.plan import Placement, Plan
 from m2flow.errors import UserError
 from m2flow.plan import LaneSpec, build_plan
 from m2flow.runtime.driver.pool import LanePool
@@ -33,6 +35,7 @@ from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(flows)  # lanes cannot import the tests
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 LANES = tuple(LaneSpec(number) for number in range(3))
 RUNS = 8
@@ -115,6 +118,38 @@ def test_only_what_differs_moves(pool: LanePool) -> None:
         assert done.moved == ("judge",)
         assert done.seconds < 5
         assert run.plan == replace(three, placements=run.plan.placements)
+
+
+class Lying(Worker):
+    """Says in which layout it lies on its lanes."""
+
+    def layouts(self, kind: str, lanes: int) -> tuple[Layout, ...]:
+        return Layout("fsdp2", 2), Layout("tp2", 2)
+
+    @stage
+    def look(self, items: Batch) -> Batch:
+        return items.with_columns(layout=[self.place.gang.layout] * len(items))
+
+
+class LyingFlow(Flow):
+    lying: Lying
+
+    def step(self, items: Stream) -> Stream:
+        return self.lying.look(items)
+
+
+def test_a_change_of_layout_on_the_same_lanes_is_carried_out(pool: LanePool) -> None:
+    """The worker stayed in its old layout, under a plan that said the new one."""
+
+    def plan(layout: str) -> Plan:
+        return Plan("custom", LANES[:2], {"lying": Placement(((0, 1),), layout=layout)})
+
+    flow, items = LyingFlow(lying=Lying()), Batch({"x": [1, 2]})
+    with m2flow.launch(flow, items_per_step=2, plan=plan("fsdp2"), lanes=pool) as run:
+        assert run.step(items).output["layout"] == ["fsdp2", "fsdp2"]
+        assert run.replan(plan("tp2")).moved == ("lying",)
+        assert run.step(items).output["layout"] == ["tp2", "tp2"]
+        assert run.replan(plan("tp2")).moved == ()
 
 
 def test_a_trained_worker_that_cannot_save_its_state_stays(pool: LanePool) -> None:

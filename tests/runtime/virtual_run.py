@@ -41,7 +41,7 @@ class VirtualRun:
 
     def movers(self, plan: Plan) -> tuple[str, ...]:
         here = self._here.placements
-        return tuple(w for w, s in plan.placements.items() if s.replicas != here[w].replicas)
+        return tuple(w for w, s in plan.placements.items() if not s.stands_as(here[w]))
 
     def pause_seconds(self, plan: Plan) -> float:
         return self.load_seconds if self.movers(plan) else 0.0

@@ -81,7 +81,7 @@ def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
 
 
 def _uniform_on_cpu(state: Tensor) -> Tensor:
-    """The same of the state, in place, by NumPy's unsigned shifts: half as many operations."""
+    """`uniform` of the state, in place, by NumPy's unsigned shifts: half as many operations."""
     bits = state.view(torch.uint64).numpy()
     bits ^= bits >> 30
     bits *= _MULTIPLIER_1

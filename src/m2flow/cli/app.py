@@ -13,6 +13,7 @@ import shutil
 import sys
 import textwrap
 import traceback
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, replace
 from json import dumps as to_json
@@ -293,7 +294,10 @@ def evaluate(
     on_bad_row: Annotated[str, typer.Option(help="fail or skip.")] = "fail",
     workload: Annotated[
         str | None,
-        typer.Option(help="Whose way of examining; by default that of the run MODEL is from."),
+        typer.Option(
+            help="Whose way of examining; by default that of the recipe in --data, of the workload "
+            "that reads problems, or of the run MODEL is from."
+        ),
     ] = None,
     json: Json = False,
     markdown: Annotated[
@@ -305,7 +309,8 @@ def evaluate(
     from m2flow.generation.supported import EXTERNAL
     from m2flow.plan import parse_lanes
     from m2flow.workloads.common import Examination, workload_named
-    from m2flow.workloads.common.resume import check_model, recipe_of, run_of
+    from m2flow.workloads.common.examining import examiner_of
+    from m2flow.workloads.common.resume import check_model
 
     if data is None or model.exists():  # of a published policy MODEL may be the word "tiny"
         check_model(model)
@@ -319,8 +324,10 @@ def evaluate(
         raise UserError("is unknown", key="--engine", value=engine, expected=expected)
     if stop and not all(stop):
         raise UserError("is empty", key="--stop", expected="a string that ends an answer")
-    run = run_of(model) if not data and workload is None else None
-    workload = workload or ("reasoning" if run is None else recipe_of(run).workload)
+    files: Sequence[Path | None] = data or (None,)
+    examiners = [
+        workload_named(workload) if workload else examiner_of(model, file) for file in files
+    ]
     asked = Examination(
         model,
         None,
@@ -341,8 +348,10 @@ def evaluate(
         lanes=parse_lanes(lanes),
         skip_bad_rows=on_bad_row == "skip",
     )
-    examine, files = workload_named(workload).examine, data or (None,)
-    found = [examine(replace(asked, data=file)) for file in files]
+    found = [
+        examiner.examine(replace(asked, data=file))
+        for examiner, file in zip(examiners, files, strict=True)
+    ]
     if json:
         print(to_json(found if len(found) > 1 else found[0]))
     elif markdown:

@@ -60,6 +60,10 @@ class Placement:
         """Every lane that holds the worker, in order of rank."""
         return tuple(dict.fromkeys(lane for gang in self.replicas for lane in gang))
 
+    def stands_as(self, other: Placement) -> bool:
+        """Whether a worker that stands as `other` says need not be brought up anew."""
+        return (self.replicas, self.layout) == (other.replicas, other.layout)
+
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:

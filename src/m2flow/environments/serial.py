@@ -59,6 +59,6 @@ class SerialEnvironments(VectorEnvironment):
         return gather(self._slots.memory, instructions, ids, copy=True)
 
     def _failures(self) -> list[Failure]:
-        """Those since the last call."""
+        """The failures since the last call."""
         failures, self._slots.new_failures = self._slots.new_failures, []
         return failures

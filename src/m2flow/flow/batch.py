@@ -137,19 +137,19 @@ class Batch:
         return f"Batch({len(self)} items: {', '.join(self.columns)})"
 
     def with_columns(self, **columns: Column) -> Batch:
-        """The same items with columns added or replaced."""
+        """A batch of these items with columns added or replaced."""
         return self._with({**self.columns, **Batch(columns, self.ids).columns})
 
     def without(self, *names: str) -> Batch:
-        """The same items less the named columns; a name that is not there is no error."""
+        """A batch of these items less the named columns; a name that is not there is no error."""
         return self._with({k: v for k, v in self.columns.items() if k not in names})
 
     def only(self, *names: str) -> Batch:
-        """The same items with the named columns alone."""
+        """A batch of these items with the named columns alone."""
         return self._with({name: self[name] for name in names})
 
     def _with(self, columns: dict[str, Column]) -> Batch:
-        """The same items with columns whose lengths are known to be right."""
+        """A batch of these items with columns whose lengths are known to be right."""
         made = Batch.__new__(Batch)
         made.columns, made.ids = columns, self.ids
         return made

@@ -176,5 +176,8 @@ def padded_count(count: int) -> int:
 
 
 def padded_columns(columns: int) -> int:
-    """The same for columns, in multiples of `COLUMN_STEP`."""
+    """The smallest number of columns that is recorded and not below this one.
+
+    It is `padded_count` of them in multiples of `COLUMN_STEP`.
+    """
     return padded_count(-(-columns // COLUMN_STEP)) * COLUMN_STEP

@@ -113,7 +113,7 @@ class RunningBatch:
         return Size(rows, min(padded_columns(max(lengths)), self._cache.columns), passed)
 
     def padded_inputs(self, size: Size) -> tuple[Tensor, Tensor, Any]:
-        """The same as `decode_inputs` for a size that `pad` has made; at fixed addresses."""
+        """What `decode_inputs` gives, for a size that `pad` has made, at fixed addresses."""
         token_N, position_N = self._state[: _POSITION + 1, : size.rows]
         span = RowSpan(size.rows, size.passed, size.columns)
         return token_N, position_N, self._cache.view(position_N, [span])

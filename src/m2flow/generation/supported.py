@@ -18,7 +18,7 @@ FUSED = ("qwen2", "llama", "mistral", "qwen3", "qwen3_moe", "gemma", "gemma2", "
 """Model types that `decoder` computes."""
 
 QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text")
-"""Those of them that normalise queries and keys per head."""
+"""Model types of `FUSED` that normalise queries and keys per head."""
 
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 """Norms scale by 1 + weight, and the embedding by the root of its width."""
@@ -30,7 +30,7 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Rotary frequencies that do not depend on the length of the sequence at hand."""
 
 FUSED_ROPE = ("default", "linear", "llama3", "yarn")
-"""Those of them that `decoder` computes."""
+"""Rotary frequencies of `STATIC_ROPE` that `decoder` computes."""
 
 
 def check_supported(config: Mapping[str, Any]) -> str | None:

@@ -101,7 +101,7 @@ class Conversations:
 
     @classmethod
     def of(cls, path: str | Path) -> Conversations:
-        """Those of a classifier's folder.
+        """The conversations of a classifier's folder.
 
         Raises:
             UserError: the tokenizer is missing.

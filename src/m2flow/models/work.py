@@ -60,15 +60,15 @@ in single precision, a 16-bit weight) or reads and writes there (28). An assumpt
 of host memory is as fast as its link to it."""
 
 ADAM_BYTES = 16
-"""The same where gradients are kept in 16 bits (Rajbhandari et al. 2020, section 3.1); what an
-optimizer step reads, and writes again."""
+"""Of a parameter, what an optimizer step reads, and writes again, with gradients of 16 bits
+(Rajbhandari et al. 2020, section 3.1)."""
 
 ACTIVATION_BYTES = 34
 """Of a layer, token and unit of width, without the attention scores, which fused kernels never
 store (Korthikanti et al. 2022, equation 1). With recomputation 2 remain: the layer's input."""
 
 UNDIVIDED_BYTES = 10
-"""Of these, what tensor parallelism leaves on every lane (equation 2 there)."""
+"""Of `ACTIVATION_BYTES`, what tensor parallelism leaves on every lane (equation 2 there)."""
 
 GRADIENT_BYTES = 4
 """Of a parameter's gradient."""

@@ -65,7 +65,7 @@ def timeline_svg(trace: Trace, *, title: str | None = None, standalone: bool = F
 
 
 def timeline_data(trace: Trace) -> dict[str, object]:
-    """The same picture for `static/charts.js`, which draws it with a zoom."""
+    """The picture of the last steps for `static/charts.js`, which draws it with a zoom."""
     steps = pictured_steps(trace)
     chart, colours = chart_of(steps), stage_palette(trace)
     names = short_names(colours)

@@ -11,7 +11,7 @@ from pathlib import Path
 from m2flow.plan.machine import asked_of_driver, usable_cores, usable_memory
 
 PACKAGES = ("torch", "ray", "transformers", "numpy")
-"""Those whose version may change what a run does or how fast it is."""
+"""Packages whose version may change what a run does or how fast it is."""
 
 
 def package_versions() -> Mapping[str, str]:

@@ -112,7 +112,7 @@ class RunDirectory:
         write_atomically(self.run, self._with(facts))
 
     def note_end(self, **facts: object) -> None:
-        """The same for why a run has ended, which may be a disk that is full."""
+        """Add to `run.json` why a run has ended, which may be that the disk is full."""
         try:
             self.write_run(**facts)
         except CannotWrite:

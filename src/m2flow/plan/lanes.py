@@ -77,7 +77,7 @@ def parse_lanes(
 
 
 def with_memory(lanes: Sequence[LaneSpec], memory_bytes: int | None) -> tuple[LaneSpec, ...]:
-    """The same lanes, on each of which states and calls may take so much memory; None: any."""
+    """The lanes, on each of which states and calls may take so much memory; None: any."""
     return tuple(replace(lane, memory_bytes=memory_bytes) for lane in lanes)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.engine.spans import Span
@@ -104,16 +106,18 @@ class Decision:
 def differ(one: Plan, other: Plan, minor: Collection[str] = ()) -> bool:
     """Whether it is worth trying both plans.
 
-    It is not if equal lanes have changed places, or if only the sizes of calls differ, by less than
-    a factor of 2.
+    It is not if equal lanes have changed places, if only the sizes of calls differ, by less than a
+    factor of 2, or if only the order differs of stages that are alone on their lanes.
 
     Args:
         one, other: plans of one flow on the same lanes.
         minor: stages that take next to nothing; how they are run makes no difference.
     """
-    if one.max_staleness != other.max_staleness:
+    if (one.max_staleness, one.fuse_loops) != (other.max_staleness, other.fuse_loops):
         return True
-    if _standing(one, minor) != _standing(other, minor):
+    if _standing(one, minor) != _standing(other, minor) or one.edges != other.edges:
+        return True
+    if _preferred(one, minor) != _preferred(other, minor):
         return True
     for name, stage in one.stages.items():
         if name in minor:
@@ -123,6 +127,17 @@ def differ(one: Plan, other: Plan, minor: Collection[str] = ()) -> bool:
             if (mine is None) != (its is None) or not 0.5 < (mine or 1) / (its or 1) < 2:
                 return True
     return False
+
+
+def _preferred(plan: Plan, minor: Collection[str]) -> list[str]:
+    """The plan's order of the stages that share a lane with another one."""
+    stages = {
+        name: plan.placements[name.partition(".")[0]].lanes
+        for name in plan.order
+        if name not in minor
+    }
+    num_stages = Counter(chain.from_iterable(stages.values()))
+    return [name for name, lanes in stages.items() if any(num_stages[lane] > 1 for lane in lanes)]
 
 
 def _standing(plan: Plan, minor: Collection[str]) -> list[tuple[object, ...]]:

@@ -286,7 +286,7 @@ def _call_each(
 
 
 async def _awaited(function: Any, calls: Sequence[Any], part: WeightedReward) -> list[Any]:
-    """The same for a coroutine function; so many calls at a time as `concurrency` says."""
+    """What calls of a coroutine function give, as many at a time as `concurrency` says."""
     turns = asyncio.Semaphore(part.concurrency)
 
     async def one(arguments: Any) -> Any:

@@ -80,7 +80,7 @@ class Paths:
         return cls(key_nodes, _ends(num_queries), _ends(num_keys), max(num_queries), max(num_keys))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Paths:
-        """The same on a device."""
+        """The paths on a device."""
         names = ("key_nodes", "query_ends", "key_ends")
         moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names}
         return replace(self, **moved)
@@ -125,7 +125,7 @@ class PackLayout:
 
     @cached_property
     def blocks(self) -> AttentionBlocks:
-        """The same in padded blocks; made when it is asked for."""
+        """The layout in padded blocks; made when it is asked for."""
         made = AttentionBlocks.build(self.path_nodes, self.lengths, self.shared, self.part)
         return made.to(self.device)
 
@@ -207,7 +207,7 @@ class AttentionBlocks:
         return cls(query_nodes, key_nodes, tuple(biases), slot_N)
 
     def to(self, device: torch.device) -> AttentionBlocks:
-        """The same on a device."""
+        """The blocks on a device."""
         biases = tuple(bias.to(device) for bias in self.biases)
         asking, answering = self.query_nodes.to(device), self.key_nodes.to(device)
         return AttentionBlocks(asking, answering, biases, self.slot_N.to(device))

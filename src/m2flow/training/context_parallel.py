@@ -39,7 +39,7 @@ class ContextShard:
         return [(n * width, (n + 1) * width) for n in (rank, self.pieces - 1 - rank)]
 
     def nodes(self, num_nodes: int, rank: int | None = None) -> Tensor:
-        """The same nodes one by one, int64 [n]."""
+        """The nodes that are here, or on another lane, one by one: int64 [n]."""
         return torch.cat([torch.arange(*window) for window in self.windows(num_nodes, rank)])
 
     def gathered_places(self, num_nodes: int) -> Tensor:

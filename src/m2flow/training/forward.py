@@ -125,7 +125,7 @@ class _Head:
     def over(
         self, chunks: list[_Chunk], linear: Callable[[Tensor], Tensor], x_MH: Tensor
     ) -> Tensor:
-        """The same of hidden states, whose logits are computed a chunk at a time."""
+        """The `figures` [T, 1 or 2] of hidden states, whose logits are computed chunk by chunk."""
 
         def figures_of(x_CH: Tensor, prediction_C: Tensor, target_ids_C: Tensor) -> Tensor:
             return self.figures(linear(x_CH), prediction_C, target_ids_C)

@@ -228,7 +228,10 @@ class SumOptimizer:
         return found
 
     def state_items(self) -> Iterator[tuple[str, Tensor]]:
-        """The same whole, on the CPU. Collective in the gang: it is gathered one by one."""
+        """The whole tensors of the optimizer's state, by name, on the CPU.
+
+        Collective in the gang: they are gathered one by one.
+        """
         yield NUM_STEPS, torch.tensor(self.num_steps)
         for name, value, parameter, piece in self._quantities():
             yield name, whole(self._shards.like(value.to(piece.device), parameter))

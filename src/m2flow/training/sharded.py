@@ -71,7 +71,7 @@ class Shards:
 
     @classmethod
     def of(cls, gang: Gang) -> Shards:
-        """Those of a worker's gang; a gang of one lane holds a whole model."""
+        """The shards of a worker's gang; a gang of one lane holds a whole model."""
         if gang.size == 1:
             return WHOLE
         division = Division.of(gang.layout, gang.size)

@@ -41,7 +41,7 @@ def check_installed(key: str) -> None:
 
 
 class TorchaoAdamW(AdamWStep):
-    """The same as `AdamWStep`, and whose moments are there from the beginning.
+    """An `AdamWStep` by torchao, whose moments are there from the beginning.
 
     Args:
         parameters: what is stepped.

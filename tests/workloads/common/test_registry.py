@@ -105,6 +105,7 @@ class CountingExperiment:
 
 class CountingWorkload:
     recipe = CountingRecipe
+    reads_problems = False
     modules = ()
 
     def flow(self, recipe, model=None):

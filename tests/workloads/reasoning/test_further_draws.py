@@ -221,6 +221,15 @@ def test_a_run_that_goes_on_asks_what_it_would_have_asked(tmp_path: Path) -> Non
     assert gone_on == straight
 
 
+def test_where_the_data_stood_is_wrong(tmp_path: Path) -> None:
+    experiment = ReasoningExperiment(ReasoningRecipe.model_validate(recipe_of()))
+    with pytest.raises(UserError, match=r"^sampler.json: there is no such .* another checkpoint$"):
+        experiment.resume_data(tmp_path)
+    (tmp_path / "sampler.json").write_text("{}")
+    with pytest.raises(UserError, match=r"sampler.json: .* is missing; go on from another"):
+        experiment.resume_data(tmp_path)
+
+
 def test_a_curriculum_in_a_run(tmp_path: Path) -> None:
     """It is fed with what the policy does, kept with the checkpoint, and goes on."""
     data = tmp_path / "sums.jsonl"

@@ -171,12 +171,16 @@ def test_a_run_goes_over_to_gangs_and_back(
     graph, lanes, items = flow.trace(), [LaneSpec(0), LaneSpec(1)], recipe.prompts_per_step
     single = build_plan("collocated", graph, lanes, items)
     gangs = build_plan("collocated", graph, lanes, items, layouts=GANGS)
+    other = GANGS | {"learner": Layout("tp2", 2)}
+    divided = build_plan("collocated", graph, lanes, items, layouts=other)
     texts = []
     with launch(flow, items_per_step=items, plan=single, num_threads=1) as run:
         for step, plan in enumerate((single, gangs, single)):
             if step:
                 assert {"generator", "learner"} <= set(run.replan(plan).moved)
             texts.append(run.step(experiment.batch(step)).output["text"])
+            if plan is gangs:
+                assert run.replan(divided).moved == ("learner",), "on the lanes where it stands"
         replicas = run.worker_call_everywhere("learner", "parameters")
     assert texts == eager.texts
     for weights in replicas:

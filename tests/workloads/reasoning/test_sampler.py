@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.errors import UserError
-from m2flow.workloads.reasoning.sampler import MEMORY, Asked, Curriculum, Sampler
+from m2flow.plan.file import from_json, to_json
+from m2flow.workloads.reasoning.sampler import MEMORY, Asked, Curriculum, Sampler, SamplerState
 from m2flow.workloads.reasoning.tasks.problem import generator
 
 SLOTS, SPARES = 3, 2
@@ -26,8 +27,13 @@ def make(lag: int = 1, curriculum: Curriculum | None = None, seed: int = 0) -> S
 def through_json(sampler: Sampler, step: int, lag: int, **more: Any) -> Sampler:
     """Another sampler that goes on from the first one's state, as a resumed run has it."""
     other = make(lag, **more)
-    other.restore(json.loads(json.dumps(sampler.state(step))))
+    other.restore(kept(sampler, step))
     return other
+
+
+def kept(sampler: Sampler, step: int) -> SamplerState:
+    """A sampler's state, as a checkpoint has it."""
+    return from_json(SamplerState, to_json(sampler.state(step)), "sampler.json")
 
 
 Counts = list[tuple[int, int, int]]
@@ -89,7 +95,7 @@ def test_when_results_are_told_changes_nothing(
         told = until
         late.append([[one.number for one in slot] for slot in sampler.asked(step)])
         if told == step:  # where a checkpoint may be
-            assert make(lag).restore(json.loads(json.dumps(sampler.state(step)))) is None
+            make(lag).restore(kept(sampler, step))
     assert late == in_time
 
 
@@ -135,7 +141,7 @@ def test_what_is_carried_over_comes_first_and_comes_back(
     ]
     assert before.carried(stop) == waiting
     after = without_spares()
-    after.restore(json.loads(json.dumps(before.state(stop))))
+    after.restore(kept(before, stop))
     assert first + go(after, stop, len(steps)) == straight
     for at, slots in enumerate(straight):
         told = sorted(steps[at - lag]) if at >= lag else []
@@ -156,10 +162,31 @@ def test_batches_may_be_taken_without_results() -> None:
     assert sorted(numbers) == list(range(3 * SLOTS * (1 + SPARES)))
 
 
-@pytest.mark.parametrize("state", [{}, {"applied": "x"}, {"applied": 0, "next": 1, "returned": 3}])
-def test_a_state_that_says_nothing(state: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"^sampler\.json: does not say where the data stood"):
-        make().restore(state)
+WHOLE = {
+    "applied": 0, "next": 1, "returned": [], "rates": {"4": 0.5}, "carried": [], "step": 2,
+    "told": {"1": {"unasked": [3], "rates": [[0, 1.0]], "carried": [[0, 1]]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"applied": "x"}, "applied: is of the wrong type"),
+        ({"applied": "0"}, "applied: is of the wrong type"),
+        ({"next": 1.5}, "next: is of the wrong type"),
+        ({"returned": 3}, "returned: is of the wrong type"),
+        ({"told": {"1": {"unasked": []}}}, "told.1.rates: is missing"),
+    ],
+)
+def test_a_state_that_says_nothing(change: dict[str, Any], where: str) -> None:
+    """Numbers were read from strings, and cut off."""
+    assert from_json(SamplerState, json.dumps(WHOLE), "sampler.json").rates == {4: 0.5}
+    with pytest.raises(UserError, match=rf"^sampler\.json: {where}"):
+        from_json(SamplerState, json.dumps(WHOLE | change), "sampler.json")
+    for name in WHOLE:
+        less = {key: value for key, value in WHOLE.items() if key != name}
+        with pytest.raises(UserError, match=rf"^sampler\.json: {name}: is missing"):
+            from_json(SamplerState, json.dumps(less), "sampler.json")
 
 
 # A curriculum
@@ -218,7 +245,7 @@ def test_rates_run_along_and_no_problem_is_asked_twice_in_a_step() -> None:
         assert len({one.number for slot in slots for one in slot}) == 9
         sampler.note(step, [1, 1, 1], [(4, 1.0 if step else 0.0)])
     sampler.asked(3)
-    assert sampler.state(3)["rates"] == {4: 0.75}, f"half of the weight: {MEMORY}"
+    assert sampler.state(3).rates == {4: 0.75}, f"half of the weight: {MEMORY}"
     assert sampler.figures_of(3) == {
         "sampling/known_share": pytest.approx(1 / 3 if 4 in firsts_of(sampler, 3) else 0.0),
         "sampling/in_band_share": pytest.approx(1 / 3 if 4 in firsts_of(sampler, 3) else 0.0),

@@ -110,7 +110,7 @@ class Descent:
         return self._found[shape][0]
 
     def _ranked(self, drafts: Iterable[Draft]) -> list[tuple[float, Draft]]:
-        """Those that look best first."""
+        """Drafts with their estimates, the ones that look best first."""
         rated = [(estimate(self.problem, draft), draft) for draft in drafts]
         return sorted(rated, key=lambda entry: entry[0])
 
@@ -122,7 +122,7 @@ class Descent:
         return reason is None
 
     def _unlike(self, drafts: Iterable[Draft]) -> Iterator[Draft]:
-        """Those that look best and fit, at most two of each structure."""
+        """Drafts that look best and fit, at most two of each structure."""
         found: dict[tuple[int, ...], set[object]] = {}
         for _, draft in self._ranked(drafts):
             lanes = [spot.lanes for spot in draft.spots]

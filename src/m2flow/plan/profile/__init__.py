@@ -58,7 +58,7 @@ class Piecewise:
         _check(rises, "a curve must not fall, and its x must rise", "points", self.points)
 
     def times(self, ratio: float) -> Piecewise:
-        """The same with all values so many times as large."""
+        """The curve with all values so many times as large."""
         return Piecewise(tuple((x, ratio * y) for x, y in self.points))
 
     @cached_property
@@ -179,7 +179,7 @@ class StageCost:
         _check(ends, "must end at (1, 1)", "done", self.done)
 
     def times(self, ratio: float) -> StageCost:
-        """The same, where everything takes so many times as long."""
+        """The cost where everything takes so many times as long."""
         return replace(
             self,
             seconds=self.seconds.times(ratio),
@@ -225,7 +225,7 @@ class StageProfile:
         _check(self.output_bytes >= 0, "must not be negative", "output_bytes", self.output_bytes)
 
     def times(self, ratio: float) -> StageProfile:
-        """The same, where every call takes so many times as long."""
+        """The profile where every call takes so many times as long."""
         return replace(self, costs=tuple(cost.times(ratio) for cost in self.costs))
 
 

@@ -2,7 +2,8 @@
 
 Commands are carried out one after the other, on the very Worker objects the user made, so that
 `breakpoint()` inside a stage works and a traceback is the stage's own. A plan with several lanes
-runs too, one lane at a time, as long as no worker stands on two of them.
+runs too, one lane at a time, as long as no worker stands on two of them. A call that stalls ends
+the run (`CallWatch`), but not while somebody is in a debugger.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
+from m2flow.engine.calls import call_name
 from m2flow.engine.messages import (
+    CallCommand,
     Command,
     CompleteStep,
     ExportWeights,
@@ -31,6 +34,7 @@ from m2flow.errors import PlanError, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import SOURCE, FlowGraph
 from m2flow.flow.worker import Place, Worker
+from m2flow.runtime.driver.call_watch import CallWatch
 from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.methods import STEP
 from m2flow.runtime.lane.host import LaneHost, joined_exits
@@ -43,7 +47,7 @@ class InlineCarrier:
 
     Args:
         graphs: the flow's traced methods by name.
-        plan: gives the lanes and the placement of workers.
+        plan: gives the lanes, the placement of workers and the deadline of calls.
         workers: the flow's workers; `load` is called here.
         num_threads: threads a worker may use. On a lane with a memory limit each worker is
             offloaded as soon as it is loaded: nothing is resident there at the start.
@@ -87,6 +91,7 @@ class InlineCarrier:
                 self.state_bytes[name] = worker.state_bytes()
                 if lane in limited:
                     worker.offload()
+        self._watch = CallWatch(plan.deadline_seconds)
 
     def submit(
         self,
@@ -112,15 +117,28 @@ class InlineCarrier:
             self._queue.append((flow, command))
 
     def wait(self, seconds: float) -> list[Report]:
-        """Carry out the next command, or one piece of a streaming call."""
+        """Carry out the next command, or one piece of a streaming call.
+
+        Raises:
+            RunFailed: a call has given nothing within its deadline.
+        """
         if self._said:
             said, self._said = self._said, []
             return said
         if self._queue:
-            return self._carry_out(*self._queue.popleft())
+            flow, command = self._queue.popleft()
+            with self._watch.over(self._name(flow, command)):
+                return self._carry_out(flow, command)
         if self._streams:
-            return self._advance_stream()
+            command, flow, *_ = self._streams[0]
+            with self._watch.over(self._name(flow, command)):
+                return self._advance_stream()
         return []
+
+    def _name(self, flow: str, command: Command) -> str:
+        if isinstance(command, CallCommand):
+            return call_name(self.graphs[flow], command)
+        return type(command).__name__
 
     def _carry_out(self, flow: str, command: Command) -> list[Report]:
         start = time.time()
@@ -130,8 +148,12 @@ class InlineCarrier:
                 if self.graphs[flow].nodes[command.node].streaming:
                     self._streams.append((command, flow, host.call(flow, command), start))
                     return []
-                pieces = [piece for piece in host.call(flow, command) if piece is not None]
-                return [*map(Report, pieces), host.finished(flow, command, start)]
+                pieces = []
+                for piece in host.call(flow, command):
+                    if piece is not None:
+                        self._watch.heard()
+                        pieces.append(Report(piece))
+                return [*pieces, host.finished(flow, command, start)]
             case RunFinish():
                 host = self._on(command.lanes[0])
                 metrics = host.finish(flow, command)
@@ -188,13 +210,15 @@ class InlineCarrier:
         """Call a method of a worker that is no stage, after the moves that were asked for."""
         while self._queue and isinstance(self._queue[0][1], MoveState):
             self._said += self._carry_out(*self._queue.popleft())
-        return getattr(self._host.workers[worker], method)(*args)
+        with self._watch.over(f"{worker}.{method}"):
+            return getattr(self._host.workers[worker], method)(*args)
 
     def worker_call_everywhere(self, worker: str, method: str, *args: Any) -> list[Any]:
-        """The same, as a list: there is one copy of each worker."""
+        """Call a method of a worker on its one copy; the answer, in a list."""
         return [self.worker_call(worker, method, *args)]
 
     def close(self) -> None:
+        self._watch.close()
         for worker in self._host.workers.values():
             worker.close()
         if self._journal is not None:

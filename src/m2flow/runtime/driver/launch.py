@@ -59,8 +59,10 @@ def launch(
     Args:
         flow: what is to be run.
         items_per_step: source items of each step.
-        mode: the plan to build, where none is given. With "auto" the run begins with a guess,
-            learns from its first steps what the stages take, and tries the plans that may be best.
+        mode: the plan to build, where none is given. By default one process, in which a new flow
+            can be debugged; a recipe's flow is known to run, and its default is "auto". With "auto"
+            the run begins with a guess, learns from its first steps what the stages take, and tries
+            the plans that may be best.
         lanes: lanes of this machine, as `cpu:2`, or of several, as `2xcpu:1`; or spelled out; or
             a pool of lanes that are up, which stay up when the run is closed.
         plan: a plan to run instead of a built one.

@@ -28,11 +28,11 @@ class Plans:
     everything: Plan
 
     def placed(self, workers: Mapping[str, Worker]) -> dict[str, Worker]:
-        """Those of a flow's workers that stand on lanes."""
+        """The workers of a flow that stand on lanes."""
         return {name: one for name, one in workers.items() if name in self.everything.placements}
 
     def sized(self, state_bytes: Mapping[str, int], graphs: Mapping[str, FlowGraph]) -> Plans:
-        """The same with what the workers say of their sizes, where a plan says nothing itself.
+        """The plans with the sizes that workers say they have, where a plan says none itself.
 
         Raises:
             PlanError: a lane cannot hold what a command needs.

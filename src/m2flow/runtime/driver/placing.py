@@ -17,7 +17,7 @@ ROOM_SECONDS = 3.0
 """Longest that the cluster may take to know that the lanes of an earlier run have ended."""
 
 AGAIN_SECONDS = 60.0
-"""The same of a lane that was lost: Ray may have to find out first that its machine is gone."""
+"""Longest that room for a lost lane may take: Ray may have to find out that its machine is gone."""
 
 
 def nodes_for(lanes: Sequence[LaneSpec]) -> list[str]:

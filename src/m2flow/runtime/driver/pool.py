@@ -58,7 +58,7 @@ CLOSE_SECONDS = 5.0
 """Longest that lanes may take to close before they are ended."""
 
 FAILED_SECONDS = 1.0
-"""The same after a failure: a lane may be in the middle of a call that nobody waits for."""
+"""Longest that lanes may take to close after a failure: one may be in a call nobody waits for."""
 
 CLEAR_SECONDS = 5.0
 """Longest that clearing up after lanes that were killed on another machine may take."""
@@ -291,7 +291,7 @@ class LanePool:
     def ask_all(
         self, orders: Mapping[int, Callable[[int], Order]], seconds: float = START_SECONDS
     ) -> dict[int, MethodResult]:
-        """The same for several lanes at once; what they say meanwhile is kept for `receive`.
+        """Give each lane its order, and wait for the answers; other words are kept for `receive`.
 
         Raises:
             RunFailed: a lane has not answered in time, or was lost.

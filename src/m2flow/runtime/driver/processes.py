@@ -138,7 +138,7 @@ class LaneProcesses:
         return self._nodes
 
     def without_machine(self, lanes: Collection[int]) -> set[int]:
-        """Those of some lanes whose machine is gone, as Ray says, with none in its place."""
+        """The lanes among these whose machine is gone, as Ray says, with none in its place."""
         nodes, there = self._machines(), machines_there()
         return {x.id for x in self.lanes if x.id in lanes and nodes[x.node] not in there}
 
@@ -309,7 +309,7 @@ class LaneProcesses:
                 continue
             del self._awaited[lane]
             try:
-                self.addresses[lane] = ray.get(ready)
+                self.addresses[lane] = ray.get(ready, timeout=MEET_SECONDS)
                 up.append(lane)
             except RayError:
                 self.give_up(lane)

@@ -212,7 +212,10 @@ class Run(FlowOnLanes):
         return self._lasting(call)
 
     def worker_call_everywhere(self, worker: str, method: str, *args: Any) -> list[Any]:
-        """The same on all of its lanes; the answers in order of rank."""
+        """Call a method of a worker on all of its lanes; the answers in order of rank.
+
+        Otherwise as `worker_call`.
+        """
 
         def call() -> list[Any]:
             self._bring((worker,), method, self._placements[worker].lanes)

@@ -14,6 +14,9 @@ from ray.exceptions import RayError
 from m2flow.engine.plan import LaneSpec
 from m2flow.runtime.driver.template import any_process_does
 
+FETCH_SECONDS = 5.0
+"""Longest that what a spare has answered may take to be here."""
+
 
 class Spares:
     """The spare processes of a pool.
@@ -30,7 +33,7 @@ class Spares:
 
     @property
     def actors(self) -> list[Any]:
-        """Those that wait."""
+        """The processes that wait."""
         return [actor for some in self._waiting.values() for actor, _ in some]
 
     def keep(self, lanes: Sequence[LaneSpec], nodes: Sequence[str]) -> None:
@@ -65,7 +68,7 @@ class Spares:
             actor, warm = waiting.pop(0)
             try:
                 if ray.wait([warm], timeout=0)[0]:
-                    ray.get(warm)
+                    ray.get(warm, timeout=FETCH_SECONDS)
             except RayError:  # it has ended itself
                 continue
             actor.become.remote(lane, position)

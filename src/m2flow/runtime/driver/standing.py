@@ -34,7 +34,7 @@ class Replanned:
     """What going over to another plan has taken.
 
     Attributes:
-        moved: workers that stand elsewhere now, or with others.
+        moved: workers that stand elsewhere now, with others, or in another layout.
         seconds: for which no step could run.
     """
 
@@ -229,14 +229,14 @@ class FlowOnLanes:
         return Replanned(moved, time.perf_counter() - start)
 
     def movers(self, plan: Plan) -> tuple[str, ...]:
-        """Workers that a plan would have stand elsewhere, or in other process groups."""
+        """Workers that a plan would have stand elsewhere, in another layout or other groups."""
         here, pool = self._placements, self._pool
         grouped = pool is not None and pool.world not in ((), pool.all_positions)
         return tuple(
             worker
             for worker, spot in self._methods.planned(plan).everything.placements.items()
             if worker not in here
-            or here[worker].replicas != spot.replicas
+            or not here[worker].stands_as(spot)
             or (grouped and len(spot.lanes) > 1)
         )
 

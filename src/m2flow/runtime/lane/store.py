@@ -41,7 +41,7 @@ class Store:
     def gather_alike(
         self, flow: str, step: int, wanted: Sequence[tuple[int, Sequence[int]]]
     ) -> list[Batch]:
-        """The same, as one Batch for each set of columns that the items have."""
+        """Join items as `gather` does, into one Batch for each set of columns that they have."""
         alike: dict[frozenset[str], list[Batch]] = {}
         for piece in self._cut_out(flow, step, wanted):
             alike.setdefault(frozenset(piece.columns), []).append(piece)

@@ -149,7 +149,7 @@ def scope_between(one: Location, other: Location) -> Scope | None:
 
 
 def _second_storage(piece: Tensor) -> Tensor:
-    """The same memory under a storage of its own, which keeps the first one alive."""
+    """The memory of a tensor under a second storage, which keeps the first one alive."""
     to_capsule: Any = vars(torch.utils.dlpack)["to_dlpack"]
     alias: Tensor = vars(torch)["from_dlpack"](to_capsule(piece))
     return alias

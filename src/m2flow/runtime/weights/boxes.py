@@ -80,7 +80,7 @@ class Box:
         return rest
 
     def inside(self, outer: Box) -> Box:
-        """The same elements, counted from where `outer` begins, which must contain this box."""
+        """This box, counted from where `outer` begins, which must contain it."""
         assert self.intersect(outer) == self, (self, outer)
         offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return Box(offsets, self.shape)

@@ -29,6 +29,7 @@ class Agentic(Reasoning):
     """The workload; see `m2flow.workloads.common.Workload`."""
 
     recipe: type[Recipe] = AgenticRecipe
+    reads_problems = False
     modules: Sequence[str] = (
         *Reasoning.modules,
         "m2flow.workloads.agentic.dialect",

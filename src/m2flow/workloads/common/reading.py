@@ -43,11 +43,16 @@ def read_recipe(source: Source, overrides: Sequence[str] | Mapping[str, Any] = (
     elif isinstance(source, Mapping):
         data = dict(source)
     else:
-        data = _with_base(recipe_file(Path(source)))
+        data = recipe_keys(Path(source))
     said = list(_overrides(overrides))
     asked = _changed(data, said)
     stand_ins = workload_named(asked.get("workload")).recipe.stand_ins(asked)
     return validated(_changed(data, [*stand_ins.items(), *said]) if stand_ins else asked)
+
+
+def recipe_keys(path: Path) -> dict[str, Any]:
+    """The keys of a recipe's file, or of the recipe of m2flow that has this name, unchecked."""
+    return _with_base(recipe_file(path))
 
 
 def _with_base(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -22,7 +22,7 @@ OWN = tuple(
     metadata.EntryPoint(name, f"m2flow.workloads.{name}.workload:WORKLOAD", GROUP)
     for name in ("reasoning", "embodied", "agentic")
 )
-"""Those of m2flow itself, which are known without an installation too."""
+"""The workloads of m2flow itself, which are known without an installation too."""
 
 
 def known_workloads() -> Mapping[str, metadata.EntryPoint]:

@@ -228,6 +228,10 @@ class Workload(Protocol):
     def experiment(self, recipe: Any) -> Experiment:
         """The recipe made concrete; imports torch."""
 
+    @property
+    def reads_problems(self) -> bool:
+        """Whether `examine` puts the problems of any file, as JSON lines, to a model."""
+
     def examine(self, examination: Examination) -> dict[str, Any]:
         """Figures of a model, in the order in which they are printed: numbers, but for "about".
 

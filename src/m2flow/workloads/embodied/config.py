@@ -93,7 +93,7 @@ TINY = "tiny"
 """What `model` names in the place of a folder: a small model of the same structure."""
 
 STATES = "states"
-"""The same: a small policy of the environment's state, which needs no pictures."""
+"""What `model` names for a small policy of the environment's state, which needs no pictures."""
 
 
 class PolicySection(Section):

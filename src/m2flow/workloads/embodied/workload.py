@@ -29,6 +29,7 @@ class Embodied:
     """The workload; see `m2flow.workloads.common.Workload`."""
 
     recipe: type[Recipe] = EmbodiedRecipe
+    reads_problems = False
     modules: Sequence[str] = (
         "m2flow.environments",
         "m2flow.models.policies.actor_critic",

@@ -7,7 +7,6 @@ sampler whose state lies in each checkpoint.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -20,8 +19,8 @@ from m2flow.algorithms.sampling import derive_seed
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
-from m2flow.models.folder import read_json
 from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
+from m2flow.plan.file import read_json, to_json
 from m2flow.rewards.reward import WeightedReward
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training import checkpoint
@@ -49,7 +48,7 @@ from m2flow.workloads.reasoning.flow import GRPO, PPO, Reinforce, recipe_flow
 from m2flow.workloads.reasoning.health import HealthCheck, hints
 from m2flow.workloads.reasoning.judging import check_judging_models
 from m2flow.workloads.reasoning.reward_sections import RewardPart
-from m2flow.workloads.reasoning.sampler import Asked, Curriculum, Sampler
+from m2flow.workloads.reasoning.sampler import Asked, Curriculum, Sampler, SamplerState
 from m2flow.workloads.reasoning.tasks import (
     TASKS,
     DemonstratedTask,
@@ -379,9 +378,12 @@ class ReasoningExperiment:
     def resume_data(self, checkpoint: Path | None) -> None:
         """Go on with the problems where a checkpoint was."""
         if checkpoint is not None and self._sampler is not None:
-            state = read_json(checkpoint / SAMPLER, "where the data stood")
+            try:
+                state = read_json(SamplerState, checkpoint / SAMPLER, "state of the data", SAMPLER)
+            except UserError as error:
+                raise UserError(str(error), hint="go on from another checkpoint") from error
             self._sampler.restore(state)
-            going_on = self._sampler.carried(state["step"])
+            going_on = self._sampler.carried(state.step)
             self._begun = carried.read(checkpoint / CARRIED) if going_on else {}
 
     def batch(self, step: int) -> Batch:
@@ -522,7 +524,7 @@ class ReasoningExperiment:
         """Write a checkpoint of the policy, and of the critic if there is one."""
         checkpoint.sweep(checkpoints)
         if self._sampler is not None:
-            state = json.dumps(self._sampler.state(step))
+            state = to_json(self._sampler.state(step))
             folder = checkpoint.begin(checkpoints, step)
             (folder / SAMPLER).write_text(state)
             if turns := self._sampler.carried(step):

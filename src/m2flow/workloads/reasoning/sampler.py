@@ -9,17 +9,15 @@ problems that the policy solves now and then, by the rate at which it has solved
 Steps may overlap: the problems of a step follow from the results of the steps at least `lag` before
 it and from no other, so that they do not depend on which of them happens to end first. The state is
 plain data and small; a sampler that is given it goes on as if it had never stopped. Standard
-library only: this knows neither texts nor tensors.
+library only: this knows neither texts nor tensors, and `m2flow.plan.file` writes and reads states.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, fields
 
-from m2flow.errors import UserError
 from m2flow.workloads.reasoning.tasks.problem import generator
 
 MEMORY = 0.5
@@ -69,9 +67,9 @@ class StepFeedback:
         carried: number and turn of problems whose answers go on in a later step.
     """
 
-    unasked: list[int] = field(default_factory=list)
-    rates: list[tuple[int, float]] = field(default_factory=list)
-    carried: list[tuple[int, int]] = field(default_factory=list)
+    unasked: list[int]
+    rates: list[tuple[int, float]]
+    carried: list[tuple[int, int]]
 
 
 @dataclass
@@ -86,11 +84,24 @@ class _State:
         carried: number and turn of problems that are asked again before any other.
     """
 
-    applied: int = -1
-    next: int = 0
-    returned: list[int] = field(default_factory=list)
-    rates: dict[int, float] = field(default_factory=dict)
-    carried: list[tuple[int, int]] = field(default_factory=list)
+    applied: int
+    next: int
+    returned: list[int]
+    rates: dict[int, float]
+    carried: list[tuple[int, int]]
+
+
+@dataclass
+class SamplerState(_State):
+    """What a sampler needs that begins with a step, as `sampler.json` of a checkpoint has it.
+
+    Attributes:
+        step: this one; all before it are done.
+        told: how those of them went whose results are not applied, by step.
+    """
+
+    step: int
+    told: dict[int, StepFeedback]
 
 
 class Sampler:
@@ -110,7 +121,7 @@ class Sampler:
         assert lag >= 1
         self.seed, self.slots, self.spares, self.lag = seed, slots, spares, lag
         self.curriculum = curriculum
-        self._now = _State()
+        self._now = _State(-1, 0, [], {}, [])
         self._before: dict[int, _State] = {}  # of steps in flight: where they began
         self._handed: dict[int, list[list[Asked]]] = {}
         self._told: dict[int, StepFeedback] = {}
@@ -175,42 +186,19 @@ class Sampler:
         told = [one.carried for at, one in self._told.items() if began.applied < at < step]
         return [turn for carried in (began.carried, *told) for _, turn in carried]
 
-    def state(self, step: int) -> dict[str, Any]:
-        """What a sampler needs that begins with a step, all before which are done. Plain data."""
+    def state(self, step: int) -> SamplerState:
+        """What a sampler needs that begins with a step, all before which are done."""
         began = self._before.get(step, self._now)
-        told = {at: asdict(one) for at, one in self._told.items() if began.applied < at < step}
-        return {"step": step, **asdict(began), "told": told}
+        told = {at: one for at, one in self._told.items() if began.applied < at < step}
+        return SamplerState(**asdict(began), step=step, told=told)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where another sampler was; its state may have been through JSON.
-
-        Raises:
-            UserError: it is no such state.
-        """
-        try:
-            self._now = _State(
-                int(state["applied"]), int(state["next"]), list(map(int, state["returned"])),
-                {int(number): float(rate) for number, rate in state["rates"].items()},
-                _pairs(state["carried"]),
-            )  # fmt: skip
-            self._told = {
-                int(at): StepFeedback(
-                    list(map(int, told["unasked"])),
-                    [(int(number), float(rate)) for number, rate in told["rates"]],
-                    _pairs(told["carried"]),
-                )
-                for at, told in state["told"].items()
-            }
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"does not say where the data stood ({type(error).__name__}: {error})",
-                key="sampler.json",
-                hint="go on from another checkpoint",
-            ) from error
-        self._before, self._handed = {}, {}
+    def restore(self, state: SamplerState) -> None:
+        """Go on where another sampler was."""
+        self._now = _State(*(getattr(state, one.name) for one in fields(_State)))
+        self._before, self._handed, self._told = {}, {}, dict(state.told)
 
     def _apply(self, step: int) -> None:
-        told = self._told.get(step, StepFeedback())
+        told = self._told.get(step, StepFeedback([], [], []))
         now = self._now
         now.applied = step
         now.carried += told.carried
@@ -256,8 +244,3 @@ class Sampler:
         }
         first, now.next = now.next, now.next + count
         return [Asked(number, first + place) for place, number in enumerate(numbers)]
-
-
-def _pairs(found: Iterable[Sequence[Any]]) -> list[tuple[int, int]]:
-    """Number and turn of each, as they were before they went through JSON."""
-    return [(int(number), int(turn)) for number, turn in found]

@@ -56,7 +56,7 @@ ANSWER_SHARE = 0.27
 which the attained fractions of the hardware are fitted (RLinf, arXiv 2509.15965, GRPO on 7B)."""
 
 ADDITION_SHARE = 0.55
-"""The same of the addition task, whose answers take most of the room they are given."""
+"""`ANSWER_SHARE` of the addition task, whose answers take most of the room they are given."""
 
 SHARE_AT_LIMIT = 0.02
 """Of the answers that are cut off."""

@@ -35,6 +35,7 @@ class Reasoning:
     """The workload; see `m2flow.workloads.common.Workload`."""
 
     recipe: type[Recipe] = ReasoningRecipe
+    reads_problems = True
     modules: Sequence[str] = (
         "m2flow.models.causal_lm",
         "m2flow.models.first_load",

@@ -31,7 +31,9 @@ def storages_of(tensors: Iterable[Tensor], device_type: str) -> list[UntypedStor
 
 
 def movable_storages(tensors: Iterable[Tensor], device_type: str) -> list[UntypedStorage]:
-    """The same, where each can be resized: one that cannot is replaced in all its tensors.
+    """The storages of those tensors that are on such a device, made fit to be resized.
+
+    One that cannot be resized is replaced in all its tensors, empty ones are left out.
 
     A storage cannot be resized where its memory is not torch's own, and never again once it was
     given to NumPy (`Tensor.numpy`).

@@ -320,7 +320,7 @@ class Recordings:
 
 
 def _numbers(rows: Rows) -> Any:
-    """The same rows, int64 [B]."""
+    """The numbers of rows, int64 [B]."""
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 

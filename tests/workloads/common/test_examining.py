@@ -1,0 +1,44 @@
+"""Who examines a model, where nobody names a workload."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import yaml
+
+from m2flow.errors import UserError
+from m2flow.workloads.common import read_recipe, registry, workload_named
+from m2flow.workloads.common.examining import examiner_of
+
+MODEL, PROBLEMS = Path("model"), Path("problems.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"), [("quickstart-embodied", "embodied"), ("quickstart", "reasoning")]
+)
+def test_a_recipe_and_a_run_say_whose_they_are(recipe: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(f"base: {recipe}\n")
+    assert examiner_of(MODEL, tmp_path / "mine.yaml") is workload_named(name)
+    keys = read_recipe(recipe).model_dump(mode="json")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(keys))
+    (tmp_path / "checkpoints").mkdir()
+    assert examiner_of(tmp_path / "checkpoints" / "latest", None) is workload_named(name)
+
+
+def test_problems_are_for_the_one_workload_that_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None is the default: a second one that reads problems is asked for by name."""
+    (own,) = (entry for entry in registry.OWN if workload_named(entry.name).reads_problems)
+    assert examiner_of(MODEL, PROBLEMS) is workload_named(own.name)
+    second = EntryPoint("second", own.value, registry.GROUP)
+    monkeypatch.setattr(registry, "OWN", (*registry.OWN, second))
+    with pytest.raises(UserError, match=rf"^--workload: is missing; expected {own.name} or second"):
+        examiner_of(MODEL, PROBLEMS)
+
+
+def test_a_model_of_no_run_needs_something_to_be_asked(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--data: is missing; expected a file of problems"):
+        examiner_of(tmp_path, None)
