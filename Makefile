@@ -66,7 +66,7 @@ VLLM_PYTHON ?= $(VENV)-vllm/bin/python
 test-vllm: $(if $(filter $(VENV)-vllm/%,$(VLLM_PYTHON)),$(VENV)-vllm/.installed) ## the tests of vLLM with vLLM itself (VLLM_PYTHON=... or 3.5 GB are installed)
 	PYTHONPATH=src $(VLLM_PYTHON) -m pytest -m "vllm or not slow" \
 	  tests/generation/test_external_engines.py tests/workloads/reasoning/test_external_engines.py $(ARGS)
-	PYTHONPATH=src $(VLLM_PYTHON) -m pytest -m slow tests/chaos/test_seeded_runs.py -k engine $(ARGS)
+	PYTHONPATH=$(CURDIR)/src $(VLLM_PYTHON) -m pytest -m slow tests/chaos/test_seeded_runs.py -k engine $(ARGS)
 
 # Where networks cannot be cut, or small disks mounted, tests fail (M2FLOW_CHAOS_RESULT) instead of being skipped.
 test-chaos: $(VENV)/.installed-dev ## whole runs of which somebody is killed, stopped or cut off; what became of each seed (an hour; wants namespaces)
