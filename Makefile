@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart quickstart-embodied dev test test-browser chromium egl vulkan test-loggers test-vllm test-simulators test-maniskill test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test test-browser test-chaos chromium egl vulkan test-loggers test-vllm test-simulators test-maniskill test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -70,6 +70,11 @@ VLLM_PYTHON ?= $(VENV)-vllm/bin/python
 test-vllm: $(if $(filter $(VENV)-vllm/%,$(VLLM_PYTHON)),$(VENV)-vllm/.installed) ## the tests of vLLM with vLLM itself (VLLM_PYTHON=... or 3.5 GB are installed)
 	PYTHONPATH=src $(VLLM_PYTHON) -m pytest -m "vllm or not slow" \
 	  tests/generation/test_external_engines.py tests/workloads/reasoning/test_external_engines.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/src $(VLLM_PYTHON) -m pytest -m slow tests/chaos/test_seeded_runs.py -k engine $(ARGS)
+
+# Where networks cannot be cut, or small disks mounted, tests fail (M2FLOW_CHAOS_RESULT) instead of being skipped.
+test-chaos: $(VENV)/.installed-dev ## whole runs of which somebody is killed, stopped or cut off; what became of each seed (an hour; wants namespaces)
+	M2FLOW_CHAOS_RESULT=benchmarks/results/chaos.json $(BIN)/python -m pytest -m slow tests/chaos $(ARGS)
 
 test-simulators: egl $(VENV)-simulators/.installed ## LIBERO, Meta-World, EnvPool and vision-language-action policies (2.7 GB are installed)
 	M2FLOW_NEEDS_SIMULATORS=1 $(VENV)-simulators/bin/python -m pytest -m "not gpu" tests/models/policies \

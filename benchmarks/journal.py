@@ -1,7 +1,8 @@
 """What keeping rollouts on disk costs a step of the quick start, and what a resume gains by it.
 
 Whole commands, `m2flow train` on two lanes, from a model that is already there. Runs with a journal
-and runs without take turns; the one without stands under two names, which is the noise floor. Then
+and runs without take turns; the one without stands under two names, which is the noise floor. A
+fourth one cannot heal either: what it is faster by is the journal and all that healing takes. Then
 a run is killed (SIGKILL) late in its steps, with no checkpoint, and goes on from a copy of its
 directory, with the journal and without. Seconds are told as:
 
@@ -39,10 +40,12 @@ SKIPPED = 3
 
 LIMIT_SECONDS = 900.0
 WITH, WITHOUT, TWIN = "with", "without", "without, twin"
+NOTHING = "without, nor healing"
 RUNS: Mapping[str, tuple[str, ...]] = {
     WITH: (),
     WITHOUT: ("journal_gb=0",),
     TWIN: ("journal_gb=0",),
+    NOTHING: ("journal_gb=0", "lane_restarts=0"),
 }
 
 
@@ -53,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="m2flow-journal-") as folder:
         for turn in range(options.times):
             names = list(RUNS)
-            for name in names[turn % 3 :] + names[: turn % 3]:
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 where = Path(folder) / f"{turn}-{names.index(name)}"
                 _carry_out(_command(source.path, where, options, *RUNS[name]))
                 steps[name].append(_seconds_of_step(where))
@@ -66,6 +69,7 @@ def main() -> None:
     print(f"noise floor, without a journal twice: {floor:.2%}")
     base = _mean([*steps[WITHOUT], *steps[TWIN]])
     cost = _mean(steps[WITH]) / base - 1
+    print(f"with it and healing: {_mean(steps[WITH]) / _mean(steps[NOTHING]) - 1:.2%} of a step")
     results: dict[str, Any] = {
         "steps": steps, "again": again, "noise floor": floor, "written": written,
     }  # fmt: skip
@@ -74,6 +78,7 @@ def main() -> None:
         results,
         [
             Target("journal, share of a step", cost, 0.03, at_most=True),
+            Target("writing, processor's share of a step", written / base, 0.02, at_most=True),
             Target("a resume with it over one without, seconds", again[WITH] / again[WITHOUT], 0.9,
                    at_most=True),
         ],

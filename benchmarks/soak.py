@@ -77,6 +77,7 @@ class Soaked:
 
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
         self.mark, self.temporary = uuid.uuid4().hex, folder / "t"
+        self.prefixes: set[str] = set()  # of its files in shared memory, as its pools were seen
         self.temporary.mkdir()
         environment = os.environ | {"TMPDIR": str(self.temporary), "M2FLOW_MARK": self.mark}
         self.errors = (folder / "errors").open("w+")
@@ -138,10 +139,10 @@ class Soaked:
 
     def segments(self) -> dict[Path, int]:
         """The run's files in shared memory, with their bytes."""
-        pools = [path.name for path in self.temporary.glob("m2flow-*")]
+        self.prefixes |= {f"{path.name}-" for path in self.temporary.glob("m2flow-*")}
         found: dict[Path, int] = {}
         for path in SHARED.glob("m2flow-*"):
-            if any(path.name.startswith(pool) for pool in pools):
+            if path.name.startswith(tuple(self.prefixes)):
                 with suppress(FileNotFoundError):
                     found[path] = path.stat().st_size
         return found

@@ -392,6 +392,23 @@ def faults() -> Table:
     ]
 
 
+def chaos() -> Table:
+    """What became of whole runs of which somebody was hit, by who that was."""
+    seeds = list(read("chaos")["results"].values())
+
+    def said(some: Sequence[Any], name: str) -> str:
+        return ", ".join(sorted({one[name] for one in some}))
+
+    rows: list[Sequence[str]] = []
+    for victim in sorted({one["victim"] for one in seeds}):
+        some = [one for one in seeds if one["victim"] == victim]
+        ends = [one["outcome"] for one in some]
+        counts = [str(ends.count(end)) for end in ("went on", "resumed", "failed")]
+        rows.append((victim, said(some, "phase"), said(some, "workload"), *counts))
+    header = "who is hit | when | workload | went on by itself | went on with `--resume`"
+    return f"{header} | failed", rows
+
+
 def generation() -> Table:
     """Tokens a second of the native engine beside others."""
     found = read("generation")["results"]
@@ -444,8 +461,11 @@ def peers_sb3() -> Table:
     return f"{header} | CPU seconds for a million steps | Stable-Baselines3", rows
 
 
-SCRIPTS = {"soak_embodied": "soak"}
-"""The script of a benchmark that is not named for it."""
+SCRIPTS = {
+    "soak_embodied": "benchmarks/soak.py",
+    "chaos": "tests/chaos/test_seeded_runs.py",
+}
+"""What measures where that is no benchmark of the same name."""
 
 TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
     "in_short": (in_short, ("quickstart_modes", "auto", "auto_judged", "peers_trl", "overhead",
@@ -464,6 +484,7 @@ TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
     "training": (training, ("training",)),
     "peers_sb3": (peers_sb3, ("peers_sb3",)),
     "learning": (learning, ("learning",)),
+    "chaos": (chaos, ("chaos",)),
     "faults": (faults, ("soak", "soak_embodied", "recovery", "crash_schedules")),
 }  # fmt: skip
 """By name what makes a table, and the results that it is made from."""
@@ -477,7 +498,7 @@ def generated(name: str, page: Path) -> str:
         return f"[{Path(path).name}]({os.path.relpath(PROJECT / path, page.parent)})"
 
     names = (read(file)["benchmark"] for file in files)
-    scripts = dict.fromkeys(f"benchmarks/{SCRIPTS.get(name, name)}.py" for name in names)
+    scripts = dict.fromkeys(SCRIPTS.get(name, f"benchmarks/{name}.py") for name in names)
     results = (
         f"{link(f'benchmarks/results/{file}.json')} at {read(file)['commit']}" for file in files
     )

@@ -19,8 +19,8 @@ def shared_data() -> Path:
     return folder
 
 
-if os.environ.get("M2FLOW_NEEDS_SIMULATORS"):
-    # Where everything was installed for the tests, one that is skipped has failed.
+if os.environ.get("M2FLOW_NEEDS_SIMULATORS") or os.environ.get("M2FLOW_CHAOS_RESULT"):
+    # Where everything is to be there for the tests, one that is skipped has failed.
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:

@@ -77,9 +77,17 @@ def lanes_on(cluster: TwoNodes) -> list[int]:
     return found
 
 
+def in_shared_memory(cluster: TwoNodes) -> list[str]:
+    """Files of lanes and launchers in the shared memory of either node, which is its own."""
+    find = ["find", "/dev/shm", "-name", "m2flow-*"]
+    done = [cluster.run(find, timeout=20, node=node) for node in (0, 1)]
+    return [name for one in done for name in one.stdout.split()]
+
+
 def wait_until_quiet(cluster: TwoNodes, folder: Path) -> None:
-    """Wait until no lane is left, nor a folder of their pool."""
+    """Wait until no lane is left, nor a folder of their pool, nor its files in shared memory."""
     deadline = time.monotonic() + QUIET_SECONDS
-    while left := [*lanes_on(cluster), *(folder / "temporary").glob("m2flow-*")]:
+    temporary = folder / "temporary"
+    while left := [*lanes_on(cluster), *temporary.glob("m2flow-*"), *in_shared_memory(cluster)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.5)

@@ -29,7 +29,13 @@ PHASES = ("generation", "scoring", "training", "publish", "checkpoint", "re-plan
 """A race is where the pilot looks for the next plan, a re-plan where the run goes over to it."""
 
 STAGES = {
-    "generation": ("generator.generate", "simulator.begin", "simulator.step", "actor.act"),
+    "generation": (
+        "generator.generate",
+        "generator.turn",
+        "simulator.begin",
+        "simulator.step",
+        "actor.act",
+    ),
     "scoring": ("verifier.score",),
     "training": ("learner.train",),
 }

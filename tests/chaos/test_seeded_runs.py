@@ -3,9 +3,11 @@
 A seed draws the workload, the mode, who is hit, in which phase and how. A run that ends goes on
 with `--resume`, as `m2flow doctor` says, which is asked. In the end figures and weights are those
 of an eager run that nobody disturbed, up to the order of sums; of simulators, whose episodes are
-lost with them, every step is there once. No process, file or shared memory is left. Where a moment
-does not come, nobody is hit: then the seed draws again. What is hit may also be the disk, and the
-network between two machines.
+lost with them, every step is there once, and every episode counts once. No process, file or shared
+memory is left. Where a moment does not come, nobody is hit: then the seed draws again. What is hit
+may also be the disk, and the network between two machines.
+
+`make test-chaos` has what became of each seed written to the file that M2FLOW_CHAOS_RESULT names.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ import pytest
 from safetensors.torch import load_file
 
 from m2flow.observe.ending import ending_of
+from m2flow.observe.jsonl import read_rows
 from m2flow.observe.run_directory import read_metrics
 from m2flow.runtime.transport.listening import SILENT_SECONDS
 from tests.chaos import cut_network
@@ -36,8 +40,12 @@ from tests.chaos.small_disk import small_disk
 from tests.cli.conftest import TINY, run_command
 from tests.cli.test_resume import figures
 from tests.cli.test_signals import Started
+from tests.workloads.agentic.conftest import TINY as AGENT
 
 STEPS = 14
+SHORT_STEPS = 8
+"""Of a run that is not of the quick start's kind."""
+
 MODES = ("collocated", "disaggregated", "auto")
 OF_AUTO = ("re-plan", "race")
 
@@ -54,6 +62,9 @@ PHASES_OF = {
 """By victim when it is hit. `paused` is a lane that is stopped for a while."""
 
 VICTIMS = tuple(PHASES_OF)
+WORKLOADS = ("native", "agentic", "embodied")
+"""What lanes and launchers that are hit carry out, in turn."""
+
 SEEDS = range(30)
 DRAWS = 4
 """So often a seed may draw until somebody is hit."""
@@ -61,37 +72,53 @@ DRAWS = 4
 HEALS = ("lane", "paused", "engine", "simulator")
 """Those after whose loss the same command goes on."""
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FAKE_VLLM = Path(__file__).parents[1] / "generation" / "fake_vllm"
-MODEL = "checkpoints/latest/model/model.safetensors"
+MODELS = {
+    **dict.fromkeys(("native", "vllm", "agentic"), "checkpoints/latest/model/model.safetensors"),
+    "embodied": "checkpoints/latest/policy.safetensors",
+}
+"""By workload the weights that it ends with."""
 
 OF_THE_PLAN = ("publish/", "lanes/", "train/tokens_computed")
 """Figures that differ between plans, or tell of lost lanes."""
 
-WEIGHTS_APART = {"native": 1e-4, "vllm": 5e-4}
+WEIGHTS_APART = {"native": 1e-4, "vllm": 5e-4, "agentic": 1e-4, "embodied": 1e-4}
 """Most that a weight may differ, by workload. What vLLM computes depends on what else is in its
 batch: runs on one lane and on two that nobody has disturbed differ by 1.1e-4."""
 
-END_SECONDS = 240.0
+NO_VLLM = find_spec("vllm") is None
+"""Then a stand-in takes its place."""
+
+END_SECONDS = 240.0 if NO_VLLM else 900.0  # vLLM itself takes minutes to start, and again
 
 QUIET_SECONDS = 60.0
 """Longest that what a killed launcher leaves may stay: Ray's processes end one after the other."""
 
-EMBODIED = """\
+EPISODES, HORIZON = 4, 24
+"""Of a step of the embodied run, in which a rollout is an episode."""
+
+EMBODIED = f"""\
 workload: embodied
 name: tiny-table
-steps: 8
-rollouts_per_step: 4
-environment: {name: "table:red", processes: 2, options: {privileged: true}}
-policy: {hidden: [16]}
-rollout: {horizon: 24}
-evaluation: {every: 1000, episodes: 4, films: 0}
+steps: {SHORT_STEPS}
+rollouts_per_step: {EPISODES}
+environment: {{name: "table:red", processes: 2, options: {{privileged: true}}}}
+policy: {{hidden: [16]}}
+rollout: {{horizon: {HORIZON}, automatic_reset: false}}
+evaluation: {{every: 1000, episodes: 4, films: 0}}
 """
 
-OFTEN = (f"steps={STEPS}", "checkpoint.every=3", "evaluation.every=1000")
+OFTEN = ("checkpoint.every=3", "evaluation.every=1000", "samples_logged_per_step=16")
+HEAD_OF_32 = ("model.num_attention_heads=1", "model.num_key_value_heads=1")
+"""The smallest head that vLLM's own kernels take."""
+
+OF_VLLM = ("generation.engine=vllm", "generation.cache_gb=0.125", *HEAD_OF_32)
 
 RECIPES = {
-    "native": (TINY, *OFTEN),
-    "vllm": (TINY, *OFTEN, "generation.engine=vllm", "generation.cache_gb=0.125"),
+    "native": (TINY, f"steps={STEPS}", *OFTEN),
+    "vllm": (TINY, f"steps={STEPS}", *OFTEN, *OF_VLLM),
+    "agentic": (json.dumps({**AGENT, "name": "tiny-tools"}), f"steps={SHORT_STEPS}", *OFTEN),
     "embodied": (EMBODIED, "checkpoint.every=3"),
 }
 """By workload its recipe, and what is set beside it."""
@@ -121,7 +148,10 @@ def draw(seed: int, again: int = 0) -> Drawn:
     phases = PHASES_OF[victim]
     phase = phases[(VICTIMS.index(victim) + turn) % len(phases)]
     workload = {"engine": "vllm", "simulator": "embodied"}.get(victim, "native")
+    if victim in ("lane", "launcher"):
+        workload = WORKLOADS[turn % len(WORKLOADS)]
     modes = MODES[:2] if workload == "embodied" else MODES
+    latest = 5 if workload in ("agentic", "embodied") else 9
     return Drawn(
         workload,
         "auto" if phase in OF_AUTO else drawn.choice(modes),
@@ -130,7 +160,7 @@ def draw(seed: int, again: int = 0) -> Drawn:
         Strike(
             {"paused": "lane", "network": ""}.get(victim, victim),
             phase,
-            0 if phase in OF_AUTO else drawn.randrange(1, 5 if workload == "embodied" else 9),
+            0 if phase in OF_AUTO else drawn.randrange(1, latest),
             drawn.choice((0.0, drawn.uniform(0.0, 0.05))),
             "pause" if victim == "paused" else "kill",
             seed,
@@ -149,6 +179,8 @@ def test_the_seeds_draw_everybody_in_every_phase() -> None:
     }
     assert {one.mode for one in drawn} == set(MODES)
     assert {one.journal for one in drawn} == {True, False}
+    for victim in ("lane", "launcher"):
+        assert {one.workload for one in drawn if one.victim == victim} == set(WORKLOADS)
     assert len({(one.victim, one.strike.phase) for one in drawn}) >= 25
     assert draw(7) == draw(7)
 
@@ -174,24 +206,41 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Started]]:
-    monkeypatch.syspath_prepend(str(FAKE_VLLM))
-    before = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", f"{FAKE_VLLM}:{before}")
+    if NO_VLLM:
+        monkeypatch.syspath_prepend(str(FAKE_VLLM))
+        before = os.environ.get("PYTHONPATH", "")
+        monkeypatch.setenv("PYTHONPATH", f"{FAKE_VLLM}:{before}")
     runs: list[Started] = []
     yield runs
     for run in runs:
-        with suppress(ProcessLookupError):
-            os.killpg(run.process.pid, signal.SIGKILL)
-        run.process.communicate()
+        run.end()
+
+
+@pytest.fixture
+def told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What becomes of a seed, which is added to the file that M2FLOW_CHAOS_RESULT names."""
+    begun, what = time.monotonic(), {"outcome": "failed"}
+    yield what
+    if not (name := os.environ.get("M2FLOW_CHAOS_RESULT")):
+        return
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    harness, file = import_module("harness"), BENCHMARKS.parent / name
+    what |= {"seconds": round(time.monotonic() - begun, 1), "commit": harness.commit()}
+    seeds = json.loads(file.read_text())["results"] if file.exists() else {}
+    seeds[str(request.node.callspec.params["seed"])] = what
+    commits = ", ".join(dict.fromkeys(one["commit"] for one in seeds.values()))
+    row = {"benchmark": "chaos", "machine": harness.machine(), "commit": commits, "results": seeds}
+    file.write_text(json.dumps(row) + "\n")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.timeout(5 * END_SECONDS)
+@pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: f"{seed}-{VICTIMS[seed % len(VICTIMS)]}")
 def test_a_disturbed_run_ends_like_an_undisturbed_one(
     seed: int,
     straight: Callable[[str], Path],
     started: list[Started],
+    told: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -200,28 +249,47 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(
         folder.mkdir()
         monkeypatch.chdir(folder)
         monkeypatch.setenv("M2FLOW_CACHE", str(folder / "cache"))  # or nothing is left to race for
-        if (cut if drawn.victim == "network" else disturbed)(drawn, folder, started):
+        told.update(victim=drawn.victim, phase=drawn.strike.phase, mode=drawn.mode)
+        stands_in = drawn.workload == "vllm" and NO_VLLM
+        told["workload"] = "stand-in for vllm" if stands_in else drawn.workload
+        outcome = (cut if drawn.victim == "network" else disturbed)(drawn, folder, started)
+        if outcome:
             break
         print(f"seed {seed}, draw {again}: nobody was hit ({drawn})")
     else:
         pytest.fail(f"nobody was hit in {DRAWS} draws")
     if drawn.workload == "embodied":
-        every_step_is_there_once(folder / "run")
-        return
-    for row, wanted in zip(figures(folder / "run"), figures(straight(drawn.workload)), strict=True):
+        every_episode_counts_once(folder / "run")
+    if drawn.victim != "simulator":
+        ends_like(folder / "run", straight(drawn.workload), drawn.workload)
+    told["outcome"] = outcome
+
+
+def ends_like(run: Path, straight: Path, workload: str) -> None:
+    """Each sample is there once, figures and weights are the same, up to the order of sums."""
+    for row, wanted in zip(figures(run), figures(straight), strict=True):
         expected = {key: x for key, x in wanted.items() if not key.startswith(OF_THE_PLAN)}
         found = {key: row.get(key) for key in expected}
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    here, there = (load_file(x / MODEL) for x in (folder / "run", straight(drawn.workload)))
+    drawn, expected = (
+        sorted((one["step"], one["item"]) for one in read_rows(folder / "samples.jsonl").rows)
+        for folder in (run, straight)
+    )
+    assert drawn == expected
+    here, there = (load_file(folder / MODELS[workload]) for folder in (run, straight))
     for key, tensor in there.items():
-        assert here[key].allclose(tensor, rtol=0, atol=WEIGHTS_APART[drawn.workload]), key
+        assert here[key].allclose(tensor, rtol=0, atol=WEIGHTS_APART[workload]), key
 
 
-def disturbed(drawn: Drawn, folder: Path, started: list[Started]) -> bool:
-    """A run to its end, with whatever it takes; False where nobody was hit.
+def disturbed(drawn: Drawn, folder: Path, started: list[Started]) -> str:
+    """A run to its end, with whatever it takes; "" where nobody was hit.
 
     It is in `folder`/run then.
+
+    Returns:
+        Whether it "went on" by itself, or was "resumed".
     """
+    outcome = "went on"
     with ExitStack() as ended:
         enter, outside = (), folder
         if drawn.victim == "disk":
@@ -240,24 +308,26 @@ def disturbed(drawn: Drawn, folder: Path, started: list[Started]) -> bool:
         code, errors = ended_with(run)
         if not (outside / "hit").exists():
             assert code == 0, errors
-            return False
+            return ""
         assert code == 0 or drawn.victim not in HEALS, errors
-        wait_until_quiet(run)
+        assert run.pools, "nobody knows what its files in shared memory are called"
+        run.wait_until_quiet(QUIET_SECONDS)
         (outside / "filler").unlink(missing_ok=True)
         if code:
+            outcome = "resumed"
             assert "Traceback" not in errors
             check_account(outside, drawn.victim)
             run = start(*(["--resume"] if (outside / "run/config.yaml").exists() else []))
             code, errors = ended_with(run)
             assert code == 0, errors
-            wait_until_quiet(run)
+            run.wait_until_quiet(QUIET_SECONDS)
         assert ending_of(outside / "run").state == "finished"
         if outside != folder:
             shutil.copytree(outside / "run", folder / "run", symlinks=True)
-    return True
+    return outcome
 
 
-def cut(drawn: Drawn, folder: Path, started: list[Started]) -> bool:
+def cut(drawn: Drawn, folder: Path, started: list[Started]) -> str:
     """The same of a run on two machines whose link is cut for a while."""
     recipe, *_ = RECIPES[drawn.workload]
     (folder / "tiny.yaml").write_text(recipe)
@@ -283,9 +353,11 @@ def cut(drawn: Drawn, folder: Path, started: list[Started]) -> bool:
         started.append(again)
         code, errors = ended_with(again)
         assert code == 0, errors
-        wait_until_quiet(again)
+        again.wait_until_quiet(QUIET_SECONDS)
     assert ending_of(folder / "run").state == "finished"
-    return struck
+    if not struck:
+        return ""
+    return "resumed" if run.returncode else "went on"
 
 
 def check_account(folder: Path, victim: str) -> None:
@@ -301,23 +373,17 @@ def check_account(folder: Path, victim: str) -> None:
         assert any(line.startswith("first: make room") for line in account.lines), account
 
 
-def every_step_is_there_once(run: Path) -> None:
-    """Also those in which episodes were lost."""
+def every_episode_counts_once(run: Path) -> None:
+    """In steps of which each is there once, also those in which episodes were lost."""
     rows = [row for row in read_metrics(run) if row["step"]]
-    assert [row["step"] for row in rows] == list(range(1, 9))
-    assert all(0 < row["environment_steps"] <= 4 * 24 for row in rows)
+    assert [row["step"] for row in rows] == list(range(1, SHORT_STEPS + 1))
+    assert all(row["episodes/finished"] + row["episodes/failed"] == EPISODES for row in rows)
+    assert all(0 < row["environment_steps"] <= EPISODES * HORIZON for row in rows)
 
 
 def ended_with(run: Started) -> tuple[int, str]:
     _, errors = run.process.communicate(timeout=END_SECONDS)
     return run.process.returncode, errors
-
-
-def wait_until_quiet(run: Started) -> None:
-    deadline = time.monotonic() + QUIET_SECONDS
-    while left := run.left_behind():
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
 
 
 def test_a_strike_is_told_as_it_was_made() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -32,9 +29,7 @@ def started() -> Iterator[list[Started]]:
     runs: list[Started] = []
     yield runs
     for run in runs:
-        with suppress(ProcessLookupError):
-            os.killpg(run.process.pid, signal.SIGKILL)
-        run.process.communicate()
+        run.end()
 
 
 def test_one_that_is_read_only_is_said_before_anything_starts(

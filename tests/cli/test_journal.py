@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -258,16 +254,7 @@ def started(tiny: Path) -> Iterator[Callable[..., Started]]:
 
     yield start
     for run in runs:
-        with suppress(ProcessLookupError):
-            os.killpg(run.process.pid, signal.SIGKILL)
-        run.process.communicate()
-
-
-def wait_until_quiet(run: Started) -> None:
-    deadline = time.monotonic() + 60
-    while not run.quiet():
-        assert time.monotonic() < deadline, run.left_behind()
-        time.sleep(0.2)
+        run.end()
 
 
 @pytest.mark.slow
@@ -286,7 +273,7 @@ def test_a_launcher_is_killed_while_lanes_score(
     step = steps_done()
     run.process.kill()
     run.process.communicate()
-    wait_until_quiet(run)
+    run.wait_until_quiet(60)
     Path("hold").unlink()
     resumed = started(*common, "mode=collocated", "--resume")
     _, errors = resumed.process.communicate(timeout=240)

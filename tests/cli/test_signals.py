@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +38,24 @@ def slowly(prompt, completion, completion_ids, row):
     time.sleep(120)
 """
 
+LEAVES = """
+import os, subprocess, sys, time
+
+pool = sys.argv[3]
+folder = os.path.join(os.environ["TMPDIR"], pool)
+os.mkdir(folder)
+for name in (f"{pool}-0-1-0", f"{pool}0-0-1-0"):
+    open(f"/dev/shm/{name}", "w").close()
+subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+while not os.path.exists("go"):
+    time.sleep(0.01)
+os.rmdir(folder)
+"""
+"""A run that leaves a file in shared memory and a process; and a file of another pool."""
+
+POOL = "m2flow-" + 12 * "[0-9a-f]"
+"""Folders of pools; files in shared memory are named for them."""
+
 
 class Started:
     """`m2flow train` in a process group and a temporary folder of its own.
@@ -44,6 +64,9 @@ class Started:
         recipe, words: what is trained.
         program: what Python runs.
         enter: words before the command, which have it run somewhere else.
+
+    Attributes:
+        pools: names of the pools that it has had, seen while it ran: they go with their folders.
     """
 
     def __init__(
@@ -68,6 +91,14 @@ class Started:
             text=True,
             process_group=0,
         )
+        self.pools: set[str] = set()
+        self._watch = threading.Thread(target=self._see_pools, daemon=True)
+        self._watch.start()
+
+    def _see_pools(self) -> None:
+        while self.process.poll() is None:
+            self.pools.update(path.name for path in self.temporary.glob(POOL))
+            time.sleep(0.05)
 
     def wait_for(self, what: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 120
@@ -84,16 +115,27 @@ class Started:
     def left_behind(self) -> list[str]:
         """Processes that the run has started, its files and its shared memory."""
         found = [str(path) for path in self.temporary.iterdir()]
-        pools = [path.name for path in self.temporary.glob("m2flow-*")]
-        found += [str(path) for path in Path("/dev/shm").glob("m2flow-*") if path.name in pools]
+        own = tuple(f"{pool}-" for pool in self.pools)
+        found += [str(path) for path in Path("/dev/shm").iterdir() if path.name.startswith(own)]
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if self.mark.encode() in (process / "environ").read_bytes():
-                    found.append((process / "cmdline").read_bytes().decode().replace("\\0", " "))
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         return found
 
-    def quiet(self) -> bool:
-        return not self.left_behind()
+    def wait_until_quiet(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while left := self.left_behind():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        """Kill what is there of it, and remove its folder."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+        self._watch.join()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 @pytest.fixture
@@ -106,13 +148,28 @@ def started(tiny: Path) -> Iterator[Callable[..., Started]]:
 
     yield start
     for run in runs:
-        with suppress(ProcessLookupError):
-            os.killpg(run.process.pid, signal.SIGKILL)
-        run.process.communicate()
+        run.end()
 
 
 def steps_done() -> int:
     return max((row["step"] for row in read_metrics("run")), default=0)
+
+
+def test_what_a_run_leaves_is_seen(tiny: Path) -> None:
+    """Its folder, which the names of its files in shared memory begin with, is gone by then."""
+    pool = f"m2flow-{uuid.uuid4().hex[:12]}"
+    run = Started(tiny, pool, program=("-c", LEAVES))
+    try:
+        run.wait_for(lambda: pool in run.pools)
+        Path("go").touch()
+        assert run.ended() == (0, "")
+        assert run.left_behind() == [f"/dev/shm/{pool}-0-1-0", "sleep 600 "]
+    finally:
+        run.end()
+        for path in Path("/dev/shm").glob(f"{pool}*"):
+            path.unlink()
+    assert run.pools == {pool}
+    assert not run.temporary.exists()
 
 
 LANES = ["mode=collocated", "lanes=cpu:2", f"steps={STEPS}", "checkpoint.every=1000"]
@@ -138,10 +195,7 @@ def test_a_signal_ends_a_run_on_lanes_after_the_step_at_hand(
     assert step == steps_done()
     end = f"ended after step {step}; saved is step {step}; go on with --run-dir run --resume"
     assert rest == [f"stopped by {name}: {end}"]
-    deadline = time.monotonic() + 10
-    while not run.quiet():
-        assert time.monotonic() < deadline, run.left_behind()
-        time.sleep(0.1)
+    run.wait_until_quiet(10)
 
     words = [f"steps={step + 1}", "mode=eager", "lanes=cpu:1", "--run-dir", "run", "--resume"]
     outcome = m2flow("train", tiny, *words, "checkpoint.every=1000")

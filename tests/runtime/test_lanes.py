@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -432,6 +433,55 @@ def test_a_call_past_its_deadline_is_named_with_those_who_wait(tmp_path: Path) -
     assert "deadline of 2 s" in first
     assert any("running: fragile.score" in line and "[1]" in line for line in account)
     assert any(f"waiting: after.collect (step 1): 0 of {ITEMS} items" in line for line in account)
+
+
+class Writing(Worker):
+    """Makes file after file in shared memory until it is killed, and keeps the last ones."""
+
+    @stage
+    def write(self, batch: Batch) -> Batch:
+        pool, number = self.place.spill.name, 0
+        while True:
+            number += 1
+            Path(f"/dev/shm/{pool}-0-1-{number}").touch()
+            Path(f"/dev/shm/{pool}-0-1-{number - 20}").unlink(missing_ok=True)
+
+
+class WritingFlow(Flow):
+    writing: Writing
+
+    def step(self, items: Stream) -> Stream:
+        return self.writing.write(items)
+
+
+def files_of(pool: LanePool) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{pool.folder.name}-0-1-*"))
+
+
+def interrupt(pool: LanePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is interrupted when its lane has begun to write."""
+    plan = Plan("custom", lanes(1), {"writing": Placement(((0,),))}, deadline_seconds=60.0)
+    receive = pool.receive
+
+    def interrupted(seconds: float) -> list[Any]:
+        if files_of(pool):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return receive(seconds)
+
+    flow = WritingFlow(writing=Writing())
+    with m2flow.launch(flow, items_per_step=ITEMS, plan=plan, lanes=pool) as run:
+        monkeypatch.setattr(pool, "receive", interrupted)
+        run.step(prompts(0))
+
+
+def test_a_lane_writes_nothing_after_its_pool_has_cleared_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray calls a lane dead that is only told to end: what it still wrote was left for good."""
+    with pytest.raises(KeyboardInterrupt), LanePool(lanes(1)) as pool:
+        interrupt(pool, monkeypatch)
+    assert not files_of(pool)
 
 
 def test_lanes_that_the_cluster_has_no_room_for_are_refused() -> None:

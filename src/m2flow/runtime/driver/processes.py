@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import select
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,9 @@ START_TRIES = 3
 
 GROUPS = {"objects": 2}
 """Threads of a lane's process for what is asked of it while it serves."""
+
+GONE_SECONDS = 5.0
+"""Longest that is waited for processes on this machine that were killed."""
 
 MEET_SECONDS = 5.0
 """Longest that a lane may take to answer which has come up while a run goes on."""
@@ -349,14 +355,19 @@ class LaneProcesses:
             ray.wait(serving, num_returns=len(serving), timeout=seconds)
 
     def end(self) -> set[str]:
-        """End all, spares too; other machines on which a lane's files may be left."""
+        """End all, spares too; other machines on which a lane's files may be left.
+
+        Lanes on this machine write nothing more then.
+        """
         elsewhere = {
             self.addresses[lane].node
             for lane in self._serving
             if self.addresses[lane].node != self.node and not self._has_left(lane)
         }
+        here = {one.process_id for one in self.addresses.values() if one.node == self.node}
         for actor in dict.fromkeys(self.actors.values()):
             ray.kill(actor)
+        _await_ends(here)
         self.spares.end()
         if self._template is not None:
             self._template.close()
@@ -372,3 +383,11 @@ class LaneProcesses:
         except (GetTimeoutError, RayError):
             return False
         return True
+
+
+def _await_ends(processes: Collection[int]) -> None:
+    """Wait until processes have ended: Ray calls them dead when it has told them to end."""
+    deadline = time.monotonic() + GONE_SECONDS
+    for process in processes:
+        with suppress(OSError), os.fdopen(os.pidfd_open(process)) as ended:
+            select.select([ended], [], [], max(0.0, deadline - time.monotonic()))
