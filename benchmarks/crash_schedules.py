@@ -1,11 +1,13 @@
 """Ten thousand crash schedules, each from a seed: what is done twice, lost, or stuck, and how soon.
 
 Random flows run under random plans (`tests/engine/random_cases.py`). Each is played once under the
-virtual clock, with drawn delays and ties, and audited: every item once, versions, staleness, memory
-of each lane, back-pressure (`tests/engine/audit.py`). Then it is played again and again against the
-toy of lanes (`tests/engine/chaos.py`), under a seed that draws what goes wrong: events that come
-twice, late and out of order, lanes and whole machines that are lost, lines that are half open, slow
-lanes, and a launcher that is lost and goes on with what a slow disk has kept of the rollouts.
+virtual clock without a fault, with drawn delays and ties, and audited: every item once, versions,
+staleness, memory of each lane, back-pressure (`tests/engine/audit.py`). Then it is run again and
+again as `launch` runs it, with supervision, snapshots and journal, on lanes under a virtual clock
+(`tests/runtime/crash_schedules.py`), under a seed that draws how long everything takes and what
+goes wrong: events that come twice, late and out of order, lanes and whole machines that are lost,
+lines that are half open, slow lanes, a slow disk, lanes that do not come up, and a launcher that is
+lost. A run goes on until its steps are done, or ends with a reason that is true.
 
 A schedule that breaks a promise ends the benchmark: Hypothesis shrinks the flow, the plan and the
 seed, and prints the shortest case that still breaks it.
@@ -24,12 +26,12 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(ROOT))
 
 from tests.engine.audit import audit
-from tests.engine.chaos import SCHEDULES, Toy, without_memory
 from tests.engine.random_cases import Case, cases
+from tests.runtime.crash_schedules import SCHEDULES, CrashSchedule
 
 SCHEDULES_IN_ALL, QUICK_SCHEDULES = 10_000, 1_000
 EACH = 20
-"""Schedules of one flow under one plan, that of the virtual clock included."""
+"""Schedules of one flow under one plan, that without a fault included."""
 
 LIMIT_SECONDS = 180.0
 
@@ -47,14 +49,13 @@ class Played:
         self.schedules += 1
         self.steps += case.num_steps
         for number in range(1, EACH):
-            wishes = SCHEDULES[number % len(SCHEDULES)]
-            toy = Toy(without_memory(case), wishes, first + number)
-            reason = toy.run()
+            schedule = CrashSchedule(case, SCHEDULES[number % len(SCHEDULES)], first + number)
+            reason = schedule.run()
             self.schedules += 1
-            self.steps += len(toy.ended)
-            self.events["lanes lost"] += toy.num_lost
-            self.events["launchers lost"] += toy.num_launchers
-            self.events["given up: what was folded in cannot be made again"] += reason is not None
+            self.steps += schedule.steps
+            self.events += schedule.world.events
+            if reason is not None:
+                self.events[f"ended: {reason}"] += 1
 
 
 def main() -> None:

@@ -561,6 +561,8 @@ class Books:
         for node in self.graph.nodes:
             if node.worker == source:
                 self._check_window_over(node, step, node.minibatches)
+                later = [key for key in [*self.finished, *self.finishing] if key[1] == node.index]
+                assert all(of <= step for of, _ in later), f"{source} has learnt from a later step"
 
     # --- limits -------------------------------------------------------------------------------
 

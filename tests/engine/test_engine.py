@@ -626,6 +626,20 @@ def test_weights_go_out_when_those_who_run_on_them_have_done_the_step() -> None:
     assert dict(done.staleness) == {0: 4}
 
 
+def test_weights_beside_their_source_are_taken_before_it_learns_on() -> None:
+    """They were asked for when the export for other lanes had ended; the next step was first."""
+    graph = graph_of(lambda a, b, x: b.train(a.score(x)), "a", "b", publish=[("b", "a")])
+    engine = Engine(graph, plan_of({"a": [1, 2], "b": [0, 1]}, max_staleness=1))
+    commands = [*engine.handle(StepSubmitted(0, 2)), *engine.handle(StepSubmitted(1, 2))]
+    while engine.calls:
+        running = [call.command for call in engine.calls.values()]
+        commands += finish(engine, min(running, key=lambda one: isinstance(one, ExportWeights)))
+    install = next(one for one in all_of(InstallWeights, commands) if one.local)
+    assert (install.version, install.lanes) == (1, (1,))
+    learnt = all_of(RunFinish, commands[: commands.index(install)])
+    assert [one.step for one in learnt] == [0, 0], "weights of version 1, and nothing of step 1"
+
+
 def test_versions_go_out_in_the_order_of_steps() -> None:
     graph = graph_of(lambda a, b, x: b.log(a.roll(x)), "a", "b", publish=[("b", "a")])
     plan = plan_of({"a": [0, 1], "b": [2, 3]}, max_staleness=1)

@@ -16,13 +16,15 @@ from m2flow.engine.messages import (
     Command,
     CompleteStep,
     ItemsProduced,
+    LaneLost,
+    LaneRestarted,
     ReleaseItems,
     RunCall,
     RunFinish,
     StepSubmitted,
 )
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
-from m2flow.errors import RunFailed, UserError
+from m2flow.errors import CannotHeal, RunFailed, UserError
 from m2flow.flow import Batch, Flow, Stream, Worker, stage
 from m2flow.runtime.driver import runner
 from m2flow.runtime.driver.runner import Runner
@@ -184,6 +186,24 @@ def test_reading_what_a_step_returns_does_not_hold_up_the_step_after_it() -> Non
     assert len(next(steps.run([good, good])).output) == ITEMS
     after = carrier.carried_out.index("collect 0")
     assert "finish" in carrier.carried_out[after:], "the second step went on meanwhile"
+
+
+def test_an_output_that_was_lost_with_a_lane_that_is_back_is_made_again() -> None:
+    """No lane was missed any more when it could not be read, and the run ended."""
+
+    class Forgetful(Echo):
+        def collect(self, flow: str, command: CompleteStep) -> Future[Batch]:
+            output: Future[Batch] = Future()
+            output.set_exception(OSError("lane 1 is gone"))
+            return output
+
+        def wait(self, seconds: float) -> list[Report]:
+            lost = [] if seconds else [Report(LaneLost(1, "gone")), Report(LaneRestarted(1, 1))]
+            return super().wait(seconds) + lost
+
+    steps = Runner("step", GRAPH, PLAN, Forgetful(), heal=True)
+    with pytest.raises(CannotHeal, match="the output of step 0 cannot be read"):
+        steps.step(Batch({"x": list(range(ITEMS))}))
 
 
 class Talkative(Echo):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from m2flow.engine.plan import LaneSpec, Plan
-from m2flow.errors import RunFailed, UserError
+from m2flow.errors import CannotHeal, RunFailed, UserError
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan import build_plan
 from m2flow.runtime.driver.elastic import ElasticPlan
+from m2flow.runtime.driver.mending import Mender, _Coming
 from m2flow.runtime.driver.methods import STEP, Methods
 from m2flow.runtime.driver.supervision import LOOK_SECONDS, NO_MACHINE, Supervision
 from tests.plan.small_graphs import GRPO
@@ -196,6 +198,33 @@ def test_the_others_are_started_without_the_lane_that_does_not_come_up() -> None
     watch.bring_back(())
     assert pool.calls == [("restart", {0, 1, 2, 3}), ("restart", {0, 1, 3})]
     assert pool.missing.keys() == {2}
+
+
+def test_a_start_that_fails_is_counted_for_the_lanes_that_were_lost_alone() -> None:
+    """Lanes with process groups are ended together, and those that were up lost a restart each."""
+    pool = Pool()
+    pool.world = (0, 1, 2, 3)
+    pool.refusals = ["lanes have not come up in 3 tries"]
+    watch = Supervision(cast("Any", pool), 2, None, Clock())
+    watch.count(pool.lose(2))
+    with pytest.raises(RunFailed, match="3 tries") as caught:
+        watch.bring_back(())
+    watch.count(caught.value)
+    watch.bring_back(())
+    for _ in range(2):
+        watch.count(pool.lose(0))
+        watch.bring_back(())
+    with pytest.raises(RunFailed, match=r"^lane 0 was lost"):
+        watch.count(pool.lose(0))
+
+
+def test_nobody_waits_between_steps_for_a_lane_that_may_not_be_started_again() -> None:
+    """Its loss was taken for one of a lane that comes back, and its load was waited for."""
+    mender: Any = Mender.__new__(Mender)
+    mender._supervision = SimpleNamespace(may_begin=lambda *_: False)
+    mender._coming = {1: _Coming("killed", 0.0, does="loads")}
+    with pytest.raises(CannotHeal, match="lane 1 was lost: killed again"):
+        mender.ended(1, "killed again")
 
 
 def test_a_lane_is_called_back_now_and_then_and_so_often() -> None:

@@ -78,26 +78,27 @@ class Boundaries:
     def _publish(self, state: StepState, source: str, targets: Sequence[str]) -> None:
         lanes = [lane for target in targets for lane in self._engine.plan.placements[target].lanes]
         state.installs += len(lanes)
-        if set(lanes) <= set(self._whole_copies(source)):
-            self.ask_installs(state, source)
-        else:
+        if not set(lanes) <= set(self._whole_copies(source)):
             gang = self._engine.plan.placements[source].replicas[0]
             export = ExportWeights(0, source, state.step + 1, gang)
             self._engine.board.ask(Barrier(gang, state.step, SOURCE, command=export))
+        # Those beside the source at once: they take the weights that it has when it is their turn.
+        self.ask_installs(state, source, local=True)
 
     def _whole_copies(self, worker: str) -> tuple[int, ...]:
         """Lanes that hold all of a worker's weights, and not a shard of them."""
         spot = self._engine.plan.placements[worker]
         return () if any(len(gang) > 1 for gang in spot.replicas) else spot.lanes
 
-    def ask_installs(self, state: StepState, source: str) -> None:
+    def ask_installs(self, state: StepState, source: str, *, local: bool) -> None:
+        """Have targets take a worker's weights, beside it or from its export."""
         home, version = self._whole_copies(source), state.step + 1
         for edge in self._engine.graph.weight_edges:
             if edge.source == source:
                 for lane in self._engine.plan.placements[edge.target].lanes:
-                    install = InstallWeights(
-                        0, source, edge.target, version, (lane,), local=lane in home
-                    )
+                    if (lane in home) != local:
+                        continue
+                    install = InstallWeights(0, source, edge.target, version, (lane,), local)
                     self._engine.board.ask(Barrier((lane,), state.step, SOURCE, command=install))
 
     def wake_worker(self, worker: str) -> None:

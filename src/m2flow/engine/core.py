@@ -97,6 +97,11 @@ class Engine:
         """Whether the run was stopped; every later event is ignored then."""
         return self._state.failed
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether a lane is lost, or was and is back."""
+        return bool(self._state.lost or self._state.epochs)
+
     def weights_on(self, lane: int) -> dict[tuple[str, str], int | None]:
         """By source and target the versions that are installed on a lane; None where an install of
         a newer one is asked for already."""
@@ -344,7 +349,7 @@ class Engine:
                 state.finishing.discard(index)
                 self._boundaries.next_window(state, self.graph.nodes[index])
             case ExportWeights(source=source):
-                self._boundaries.ask_installs(state, source)
+                self._boundaries.ask_installs(state, source, local=False)
             case InstallWeights(source=source, target=target, version=version, lanes=lanes):
                 self._state.admission.installed(source, target, lanes[0], version)
                 state.installs -= 1

@@ -29,7 +29,7 @@ from m2flow.engine.messages import (
     MoveState,
 )
 from m2flow.engine.plan import Plan
-from m2flow.errors import CannotHeal, ProcessEnded, RunFailed
+from m2flow.errors import CannotHeal, ProcessEnded
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Worker
 from m2flow.runtime.driver.loading import LoadOrder
@@ -138,13 +138,13 @@ class Mender:
         """The process of a lane has ended. What engines are to hear of it, if they have not.
 
         Raises:
-            RunFailed: it was on its way back, and may not be started again.
+            CannotHeal: it was on its way back, and may not be started again.
         """
         coming = self._coming.get(lane)
         if coming is None:
             return self._lost(lane, reason, ended=True)
         if coming.does != "ends" and not self._supervision.may_begin(lane, reason):
-            raise RunFailed(f"lane {lane} was lost: {reason}")
+            raise CannotHeal(f"lane {lane} was lost: {reason}")
         self._begin(lane, coming)
         return None
 
@@ -218,7 +218,7 @@ class Mender:
                             coming.installs.discard(call)
                         case CallFailed(error=error):
                             why = f"lane {lane} is up again, and cannot take its weights over"
-                            raise RunFailed(why) from error
+                            raise CannotHeal(why) from error
             case _:
                 return False
         return True
@@ -227,8 +227,7 @@ class Mender:
         """Go on with what can go on; reports of the lanes that are back.
 
         Raises:
-            RunFailed: a lane does not come up, or makes no progress.
-            CannotHeal: its weights are nowhere.
+            CannotHeal: a lane does not come up, makes no progress, or its weights are nowhere.
         """
         reports = []
         for lane, coming in list(self._coming.items()):
@@ -239,7 +238,7 @@ class Mender:
             if coming.does == "installs" and not coming.installs:
                 reports.append(self._back(lane, coming))
             elif coming.until < time.monotonic():
-                raise RunFailed(
+                raise CannotHeal(
                     f"lane {lane} was lost ({coming.reason}); it {coming.does} too long"
                 )
         return reports
@@ -254,7 +253,7 @@ class Mender:
             coming.tries += 1
             if coming.tries == START_TRIES:
                 first_line, *_ = str(error).splitlines()
-                raise RunFailed(
+                raise CannotHeal(
                     f"lane {lane} has not come up in {START_TRIES} tries: {first_line}"
                 ) from error
             self._begin(lane, coming)

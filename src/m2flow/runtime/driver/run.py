@@ -338,7 +338,7 @@ class Run(FlowOnLanes):
             return False
         from m2flow.runtime.driver import moving
 
-        return bool(moving.lost_lanes(self._pool, error)) or cannot_heal(error)
+        return cannot_heal(error) or bool(moving.lost_lanes(self._pool, error))
 
     def _lanes_back(self, error: RunFailed) -> list[Batch]:
         """Start lanes again that were lost, or do without them; go back to the last snapshot, and

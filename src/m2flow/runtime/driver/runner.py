@@ -368,7 +368,8 @@ class Runner:
         except Exception as error:
             reports = self.carrier.wait(seconds=0.0)  # a lane that was lost is the first cause
             self._handle(*(report.event for report in reports if report.event is not None))
-            raise RunFailed(f"the output of step {result.step} cannot be read") from error
+            kind = CannotHeal if self.engine.has_lost else RunFailed  # it may be back, with nothing
+            raise kind(f"the output of step {result.step} cannot be read") from error
         self.carrier.drop(self.name, result.step)
         return result
 

@@ -48,6 +48,7 @@ class Supervision:
         self._pool, self._most, self._elastic, self._clock = pool, restarts, elastic, clock
         self._begun: Counter[int] = Counter()
         self._coming: set[int] = set()
+        self._ended: set[int] = set()  # for the sake of others, and not up again
         self._first: dict[int, str] = {}
         self._given_up: dict[int, str] = {}
         self._next_look = 0.0
@@ -88,7 +89,7 @@ class Supervision:
             hopeless = dict.fromkeys(self._pool.processes.without_machine(lost), NO_MACHINE)
         for lane, (reason, _) in lost.items():
             self._first.setdefault(lane, reason)
-            if lane in hopeless or lane in self._coming:
+            if lane in hopeless or lane in self._coming | self._ended:
                 continue
             if self._begun[lane] < self._most:
                 self._begun[lane] += 1
@@ -116,10 +117,12 @@ class Supervision:
         """
         pool, again = self._pool, set(busy)
         while down := self._down() | again:
-            lost, again = set(pool.lost), set()
+            lost, again = pool.lost.keys() - self._ended, set()
             try:
                 pool.restart(down)
+                self._ended.clear()
             except (RunFailed, UserError) as error:
+                self._ended |= down - lost if lost else set()
                 culprits = lost or down
                 if self._elastic is None or not culprits <= pool.lost.keys():
                     raise

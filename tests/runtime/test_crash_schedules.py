@@ -1,0 +1,92 @@
+"""Runs in which anything is lost at any time end right, or say why not: hundreds of schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from m2flow.engine import Engine
+from m2flow.errors import RunFailed
+from m2flow.runtime.driver.carrier import RayCarrier
+from m2flow.runtime.driver.recovery import Recovery
+from tests.engine.random_cases import Case, cases
+from tests.engine.test_engine import graph_of, plan_of
+from tests.runtime.crash_schedules import SCHEDULES, CrashSchedule
+from tests.runtime.virtual_world import Faults
+
+ordinary = settings(
+    deadline=None, suppress_health_check=tuple(HealthCheck), report_multiple_bugs=False
+)
+
+
+@given(cases(), st.integers(0, 2**32))
+@settings(ordinary, max_examples=100)
+def test_a_run_that_loses_nothing_does_all_of_its_steps(case: Case, seed: int) -> None:
+    assert CrashSchedule(case, SCHEDULES[0], seed).run() is None
+
+
+@given(cases(), st.integers(0, 2**32), st.sampled_from(SCHEDULES[1:]))
+@settings(ordinary, max_examples=200)
+def test_a_run_goes_on_or_says_why_not(case: Case, seed: int, faults: Faults) -> None:
+    CrashSchedule(case, faults, seed).run()
+
+
+CASE = Case(
+    graph_of(lambda a, b, x: b.train(a.score(x)), "a", "b", publish=[("b", "a")]),
+    plan_of({"a": [0], "b": [1]}, max_staleness=1),
+    num_items=4,
+    num_steps=6,
+    seed=0,
+)
+
+
+def no_step_is_taken_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Recovery, "since_snapshot", lambda self: ([], self._batches[-1:]))
+
+
+def old_weights_are_not_installed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Engine, "weights_on", lambda *_: {})
+
+
+def nobody_learns_of_a_loss(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RayCarrier, "_lane_ended", lambda *_: [])
+
+
+def states_are_not_restored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Recovery, "keep", lambda self, _files, _seconds: KEEP(self, {}, 0.0))
+
+
+KEEP = Recovery.keep
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        no_step_is_taken_again,
+        old_weights_are_not_installed,
+        nobody_learns_of_a_loss,
+        states_are_not_restored,
+    ],
+)
+def test_a_driver_that_is_broken_is_found_out(
+    break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def play() -> None:
+        for seed in range(20):
+            CrashSchedule(CASE, Faults(lose=0.03, most=8), seed).run()
+
+    play()
+    break_it(monkeypatch)
+    with pytest.raises((AssertionError, RunFailed)):
+        play()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@given(cases(max_calls=9, max_steps=6), st.integers(0, 2**32), st.sampled_from(SCHEDULES))
+@settings(ordinary, max_examples=5_000)
+def test_many_runs_go_on_or_say_why_not(case: Case, seed: int, faults: Faults) -> None:
+    CrashSchedule(case, faults, seed).run()
