@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -352,9 +352,12 @@ class Run(FlowOnLanes):
         """
         assert self._supervision is not None
         assert self._pool is not None
+        from m2flow.runtime.driver import moving
+
         _, begun = self._runners[STEP].first_open
         heard: dict[tuple[int, float], str] = {}
         while self._goes_back(error):
+            busy = moving.stopped(self._pool, self._carrier, self._runners)
             lost = self._pool.lost.items() or [
                 (one.lane, (one.reason, one.at)) for one in self._losses[-1:]
             ]
@@ -364,7 +367,7 @@ class Run(FlowOnLanes):
             snapshot = self._recovery.back_to(error)
             done, others = self._recovery.since_snapshot()
             try:
-                self._go_back(snapshot)
+                self._go_back(snapshot, busy)
                 losses = [(lane, why, at) for (lane, at), why in heard.items()]
                 new = self._supervision.losses(losses, self.plan, len(done))
                 for _ in self._runners[STEP].run(done):
@@ -386,15 +389,19 @@ class Run(FlowOnLanes):
             self._pending_snapshot = None
             self._recovery.give_up()
 
-    def _go_back(self, snapshot: SavedStates) -> None:
-        """Bring all workers up as they were at a snapshot, on the lanes that there are to be."""
-        from m2flow.runtime.driver import moving
+    def _go_back(self, snapshot: SavedStates, busy: Collection[int]) -> None:
+        """Bring all workers up as they were at a snapshot, on the lanes that there are to be.
+
+        Args:
+            snapshot: what to go back to.
+            busy: lanes that have not stopped in time, which are started again as well.
+        """
         from m2flow.runtime.driver.carrier import RayCarrier
 
         pool, supervision, kept = self._pool, self._supervision, self.plan
         assert pool is not None
         assert supervision is not None
-        supervision.bring_back(moving.stopped(pool, self._carrier, self._runners))
+        supervision.bring_back(busy)
         plans = self._plans
         try:
             if (remade := supervision.remade(plans.everything)) is not None:

@@ -240,7 +240,7 @@ class Simulator(Worker):
 
     def beside_bytes(self) -> int:
         """Of simulators in processes that cannot step aside."""
-        return self._held() if self._pool.pids and not self.saves else 0
+        return self._held() if self._pool.pids and not self.steps_aside else 0
 
     def _held(self) -> int:
         """Of the lane's memory, by all simulators: on an accelerator what they draw in."""
