@@ -53,6 +53,7 @@ def test_the_configuration_holds_every_default(finished: Path) -> None:
     assert config["generation"] == {
         "max_new_tokens": 6,
         "tokens_per_step": None,
+        "max_versions": None,
         "temperature": 1.0,
         "max_running": 256,
         "dtype": None,

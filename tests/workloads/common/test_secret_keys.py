@@ -22,7 +22,7 @@ VALUE = "hunter2"
     [
         ({"workload": "reasoning"}, "data.options.api_key"),
         ({"workload": "reasoning"}, "data.chat_options.hub.token"),
-        ({"workload": "reasoning"}, "judge.chat_options.WANDB_API_KEY"),
+        ({"workload": "reasoning", "judge": {"path": "judge"}}, "judge.chat_options.WANDB_API_KEY"),
         (EMBODIED, "environment.options.password"),
         (EMBODIED, "environment.options.clientSecret"),
         (EMBODIED, "tiny"),

@@ -135,12 +135,13 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def validated(data: Mapping[str, Any]) -> Recipe:
     """Check a recipe's data against the model of its workload."""
-    refuse_secrets(data)
     model = workload_named(data.get("workload")).recipe
     try:
-        return model.model_validate(data)
+        recipe = model.model_validate(data)
     except ValidationError as error:
         raise _one_line(model, error) from None
+    refuse_secrets(data)  # a key that is only misspelt has been named by now
+    return recipe
 
 
 _KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
