@@ -57,10 +57,10 @@ FILTERED = {
 
 DRAWN_AGAIN = {**FILTERED, "algorithm": {**FILTERED["algorithm"], "further_draws": 2}}
 
-BY_ACTION = {
-    "algorithm": {"name": "ppo", "advantage_level": "action"},
-    "policy": {"hidden": [16], "chunk": 3},
-}
+IN_CHUNKS = {"policy": {"hidden": [16], "chunk": 3}}
+"""Of which episodes end in the middle."""
+
+BY_ACTION = {**IN_CHUNKS, "algorithm": {"name": "ppo", "advantage_level": "action"}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,8 +102,8 @@ def trained(
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, BY_ACTION, GROUPS, FILTERED, DRAWN_AGAIN],
-    ids=["ppo", "ppo by action", "grpo", "filtered", "drawn again"],
+    [{}, IN_CHUNKS, BY_ACTION, GROUPS, FILTERED, DRAWN_AGAIN],
+    ids=["ppo", "ppo in chunks", "ppo by action", "grpo", "filtered", "drawn again"],
 )
 def test_every_plan_computes_the_same(pool: Any, changes: dict[str, Any]) -> None:
     some = recipe(**changes)

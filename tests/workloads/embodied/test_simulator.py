@@ -198,7 +198,7 @@ def test_what_simulators_hold_that_cannot_save_is_no_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their processes' memory on the CPU, and on an accelerator what they draw in, by number."""
-    simulator = made(2, saves=False)
+    simulator = made(2, steps_aside=False)
     saving = made(2)
     try:
         for one in (simulator, saving):

@@ -83,6 +83,7 @@ class PolicyUpdate:
         if turns is not None:
             by_episode = algorithm.aggregation == "sequence-mean-token-mean"
             examples = turns.examples(algorithm.level, scale, by_episode=by_episode)
+        counted = _counted_in_a_turn(examples, all_reduce)
         found: list[dict[str, float]] = []
         for epoch in range(update.epochs):
             members = None if turns is None else self._members(turns, version, epoch)
@@ -91,7 +92,7 @@ class PolicyUpdate:
                 if examples is not None and members is not None:
                     for index in members[number].split(update.turns_per_microbatch):
                         if index.numel():
-                            added = self._learn(examples.rows(index, device), scale)
+                            added = self._learn(examples.rows(index, device), scale, counted)
                             sums = added if sums is None else sums + added
                 if sums is None:
                     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
@@ -126,10 +127,10 @@ class PolicyUpdate:
         part_T = (drawn_T * count).to(torch.int64)
         return part_T.argsort(stable=True).split(part_T.bincount(minlength=count).tolist())
 
-    def _learn(self, some: Examples, scale: float) -> Tensor:
+    def _learn(self, some: Examples, scale: float, counted: float) -> Tensor:
         """Add the gradient of some turns; the sums of `SUMS`."""
         judged, pull = self.policy.judge(some.observations, some.tokens_TKD)
-        asked = wanted(judged, some, self.recipe.algorithm, scale)
+        asked = wanted(judged, some, self.recipe.algorithm, scale, counted)
         pull(asked.logprobs_TKD, asked.entropy_TKD, asked.values_T)
         return asked.sums
 
@@ -184,6 +185,20 @@ class PolicyUpdate:
                 all_reduce([sums])
             if bool(sums.isfinite().all()):  # others would spoil all steps to come
                 statistics.take_in(sums)
+
+
+def _counted_in_a_turn(examples: Examples | None, all_reduce: AllReduce | None) -> float:
+    """How many things the loss counts in a turn, in the mean over the step's turns of all lanes.
+
+    Of some turns alone it would depend on which of them come together: on the plan.
+    """
+    sums = torch.zeros(2, dtype=torch.float64)
+    if examples is not None:
+        sums += torch.tensor([examples.counted(examples.old).numel(), len(examples)])
+    if all_reduce is not None:
+        all_reduce([sums])
+    counted, turns = sums.tolist()
+    return counted / turns if turns else 1.0
 
 
 def means_of(found: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -53,7 +53,11 @@ class Wanted:
 
 @torch.no_grad()
 def wanted(
-    judged: Evaluation, some: Examples, algorithm: EmbodiedAlgorithmSection, scale: float
+    judged: Evaluation,
+    some: Examples,
+    algorithm: EmbodiedAlgorithmSection,
+    scale: float,
+    counted: float,
 ) -> Wanted:
     """The loss of some turns, and its gradient.
 
@@ -62,11 +66,12 @@ def wanted(
         some: the turns.
         algorithm: which loss.
         scale: what values are divided by.
+        counted: how many things the loss counts in a turn, in the mean over the step's turns.
     """
     plain = some.weight_T is None and some.taken_TK is None
     few = judged.logprobs.numel() <= FEW and judged.logprobs.device.type == "cpu"
     if plain and few and judged.logprobs.dtype == some.old.dtype == torch.float32:
-        return wanted_of_few(judged, some, algorithm, scale)
+        return wanted_of_few(judged, some, algorithm, scale, counted)
     logprobs_N, entropy_N = (
         some.counted(at_level(some.carried_out(part), algorithm.level))
         for part in (judged.logprobs, judged.entropy)
@@ -105,7 +110,7 @@ def wanted(
         )
         missed = value.loss_T.sum(0, True, dtype=torch.float64)
         # The mean over turns, beside means over what the level counts.
-        coefficient = algorithm.value_coefficient * count / len(some)
+        coefficient = algorithm.value_coefficient * counted
         loss = loss + coefficient * missed
         away_T = (share_T - some.returns_T).masked_fill_(value.clipped_T, 0.0)
         values_T = away_T.mul_(coefficient / scale)
@@ -116,7 +121,11 @@ def wanted(
 
 @torch.no_grad()
 def wanted_of_few(
-    judged: Evaluation, some: Examples, algorithm: EmbodiedAlgorithmSection, scale: float
+    judged: Evaluation,
+    some: Examples,
+    algorithm: EmbodiedAlgorithmSection,
+    scale: float,
+    counted: float,
 ) -> Wanted:
     """What `wanted` says, by NumPy: of float32, all steps carried out, all of the same weight."""
     shape, turns, count = judged.logprobs.shape, len(some), some.old.numel()
@@ -152,7 +161,7 @@ def wanted_of_few(
                 away_T[bounded_T > square_T] = 0.0
                 square_T = np.maximum(square_T, bounded_T)
             missed = float(square_T.sum(dtype=np.float64)) / 2
-            coefficient = algorithm.value_coefficient * count / turns
+            coefficient = algorithm.value_coefficient * counted
             loss += coefficient * missed
             values_T = torch.from_numpy(away_T * np.float32(coefficient / scale))
     slope_TKD = some.back(torch.from_numpy(slope_N), shape)
