@@ -18,9 +18,12 @@ from m2flow.workloads.reasoning.workers.source import (
     ModelSource,
     by_heads,
     dtype_on,
+    in_turn,
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from m2flow.generation.captured import Capture
     from m2flow.generation.external_engine import ExternalEngine
     from m2flow.generation.native import NativeEngine
@@ -99,9 +102,6 @@ class Generator(Worker):
 
     def load(self, place: Place) -> None:
         super().load(place)
-        from m2flow.generation.native import NativeEngine
-        from m2flow.generation.tensor_parallel import TensorParallel
-
         self._stop_ids, self._stop_strings = self.model.ends(self.stop_strings())
         dtype = dtype_on(self.dtype, place.device)
         self._whole = None if self.adapted is None else self.adapted.tensors(place.device)
@@ -122,10 +122,18 @@ class Generator(Worker):
                 scratch=place.spill,
             )
             return
+        with in_turn(place, self.model):
+            self.engine = self._native(place, dtype)
+
+    def _native(self, place: Place, dtype: torch.dtype) -> NativeEngine:
+        """The native engine with the initial weights, copied out of the model that is loaded."""
+        from m2flow.generation.native import NativeEngine
+        from m2flow.generation.tensor_parallel import TensorParallel
+
         model = self.model.load(place.device, stays=False)
         count = sum(parameter.numel() for parameter in model.parameters())
         weight_bytes = count * dtype.itemsize // place.gang.size
-        self.engine = NativeEngine(
+        engine = NativeEngine(
             model.config,
             max_running=self.max_running,
             dtype=dtype,
@@ -136,7 +144,8 @@ class Generator(Worker):
             capture=_capture(place.device) if self.captured_decode else None,
             text_of=_text_of(self.model.tokenizer()) if self._stop_strings else None,
         )
-        self.engine.install(model.state_dict(), place.version)
+        engine.install(model.state_dict(), place.version)
+        return engine
 
     def stop_strings(self) -> tuple[str, ...]:
         """Strings that end an answer, special tokens among them."""
