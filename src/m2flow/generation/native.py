@@ -243,6 +243,9 @@ class NativeEngine:
         more = self._decoder.weights.prepacked_bytes if isinstance(self._decoder, Decoder) else 0
         return self._state.nbytes() + more
 
+    def close(self) -> None:
+        """Nothing of it outlives its memory."""
+
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._decoder.tensors()
         yield from self._cache.tensors()
