@@ -212,5 +212,18 @@ def test_where_pages_are_kept(
     assert reason is None or reason in str(said)
 
 
+def test_slots_on_a_gpu_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    from m2flow.generation.architecture import architecture_of
+    from m2flow.generation.native import _page_reader
+
+    a = architecture_of(MODEL.config)
+    assert _page_reader(a, torch.float32, torch.device("cpu")) is None
+    assert not caplog.messages
+    assert _page_reader(a, torch.float32, torch.device("cuda")) is None
+    (said,) = caplog.messages
+    assert "in slots" in said
+    assert "not torch.float32" in said
+
+
 def test_a_page_is_what_the_kernel_wants() -> None:
     assert paged_attention.PAGE % 256 == 0

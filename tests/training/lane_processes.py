@@ -56,6 +56,11 @@ class LaneProcesses:
             pipe.send((function, arguments))
         return self._answers()
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes' numbers, lane by lane."""
+        return [process.pid for process, _ in self._lanes]
+
     def _answers(self) -> list[Any]:
         answers = []
         for lane, (_, pipe) in enumerate(self._lanes):

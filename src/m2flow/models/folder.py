@@ -7,12 +7,18 @@ that names it; nothing is repaired.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from m2flow.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def model_folder(path: str | Path) -> Path:
@@ -110,6 +116,28 @@ def weight_files(folder: Path) -> list[Path]:
             hint=f"convert {other[0]} to safetensors" if other else "the folder is half-written",
         )
     return [single]
+
+
+def is_copied(path: str | Path, dtype: torch.dtype) -> bool:
+    """Whether a model takes memory of its own as it is loaded, in place of its files' pages.
+
+    So it is where files have another dtype, and where experts lie singly in them: a mixture's
+    modules have them stacked.
+
+    Args:
+        path: the folder.
+        dtype: of the weights that are loaded.
+
+    Raises:
+        UserError: the folder, its `config.json` or its weights are missing or incomplete.
+    """
+    kind = str(dtype).removeprefix("torch.").replace("float", "F").upper()  # such as BF16
+    for file in weight_files(checked_folder(path)):
+        with safe_open(file, framework="pt") as weights:
+            for tensor in weights.keys():  # noqa: SIM118  (it cannot be gone through)
+                if _SINGLE_EXPERT.search(tensor) or weights.get_slice(tensor).get_dtype() != kind:
+                    return True
+    return False
 
 
 def check_safetensors(file: Path) -> None:

@@ -3,8 +3,9 @@
 The model's linear layers run on the flat nodes of a pack. For attention alone keys and values are
 gathered, path after path: a row's own nodes ask, the path down to them answers, and each node asks
 exactly once. On CUDA one kernel takes all rows as they are (`varlen`); elsewhere they stand in
-padded blocks of similar size. The function is registered with transformers under `IMPLEMENTATION`;
-the layout travels as a keyword argument through the model's forward.
+padded blocks of similar size, whose masks all layers share: 4 bytes of a query-key pair, and 2 more
+in a model of 16 bits. The function is registered with transformers under `IMPLEMENTATION`; the
+layout travels as a keyword argument through the model's forward.
 
 Shapes: N nodes; blocks of R segments with Q asking and K answering nodes, both padded; H query
 heads, J key-value heads, G = H / J, D head dimension, F = heads x D.
@@ -146,27 +147,23 @@ class AttentionBlocks:
         biases: for each block [R, Q, K] float32: 0 where a query sees a key, else minus infinity.
         slot_N: where in the blocks' answers that of each node lies. Where the pack is divided over
             lanes N are the nodes that are here, and keys are numbered as they are gathered.
-        windows: biases of layers that see so many nodes of a path and no more, made when asked.
+        made: biases by window and dtype, made when a layer asks and kept for the others.
     """
 
     query_nodes: Tensor
     key_nodes: Tensor
     biases: tuple[Tensor, ...]
     slot_N: Tensor
-    windows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, compare=False, repr=False)
+    made: dict[tuple[int | None, torch.dtype], tuple[Tensor, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
-    def within(self, window: int | None) -> tuple[Tensor, ...]:
-        """The biases, in which a query sees no key that is `window` or more nodes above it."""
-        if window is None:
-            return self.biases
-        if window not in self.windows:
-            narrow = []
-            for bias_RQK in self.biases:
-                seen_RQ1 = (bias_RQK == 0).sum(-1, keepdim=True)  # 1 + the depth of the query
-                depth_K = torch.arange(bias_RQK.shape[-1], device=bias_RQK.device)
-                narrow.append(bias_RQK.masked_fill(depth_K < seen_RQ1 - window, float("-inf")))
-            self.windows[window] = tuple(narrow)
-        return self.windows[window]
+    def within(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The biases in a dtype; a query sees no key that is `window` or more nodes above it."""
+        if (window, dtype) not in self.made:
+            seen = self.biases if window is None else [_narrow(b, window) for b in self.biases]
+            self.made[window, dtype] = tuple(bias.to(dtype) for bias in seen)
+        return self.made[window, dtype]
 
     @classmethod
     def build(
@@ -211,6 +208,12 @@ class AttentionBlocks:
         biases = tuple(bias.to(device) for bias in self.biases)
         asking, answering = self.query_nodes.to(device), self.key_nodes.to(device)
         return AttentionBlocks(asking, answering, biases, self.slot_N.to(device))
+
+
+def _narrow(bias_RQK: Tensor, window: int) -> Tensor:
+    seen_RQ1 = (bias_RQK == 0).sum(-1, keepdim=True)  # 1 + the depth of the query
+    depth_K = torch.arange(bias_RQK.shape[-1], device=bias_RQK.device)
+    return bias_RQK.masked_fill(depth_K < seen_RQ1 - window, float("-inf"))
 
 
 Segment = tuple[int, int, int]  # row, and the depths [begin, end) of its own nodes that ask
@@ -320,7 +323,7 @@ def packed_attention(
         varlen.warn_once(against)
     # One gather for all blocks: its backward is one scatter, and not one the size of N a block.
     blocks = pack_layout.blocks
-    biases = blocks.within(sliding_window)
+    biases = blocks.within(sliding_window, query.dtype)
     num_queries = [bias.shape[0] * bias.shape[1] for bias in biases]
     num_keys = [bias.shape[0] * bias.shape[2] for bias in biases]
     query_SF = (_nodes_first(query) * scaling).index_select(0, blocks.query_nodes)
@@ -367,7 +370,7 @@ def _attend(
             query_RQJGD.view(R, Q, H, D).transpose(1, 2),
             key_RKJD.transpose(1, 2),
             value_RKJD.transpose(1, 2),
-            attn_mask=bias_RQK[:, None].to(query_SF.dtype),
+            attn_mask=bias_RQK[:, None],
             scale=1.0,
             enable_gqa=key_RKJD.shape[2] != H,
         )

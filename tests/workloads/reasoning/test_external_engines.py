@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,46 @@ def test_without_torchao_nothing_is_started(
 def test_what_an_engine_does_not_do_is_refused(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ReasoningRecipe.model_validate(changed(**keys))
+
+
+def test_a_further_engine_is_a_row_of_the_table() -> None:
+    """In an interpreter of its own: recipes read the table once."""
+    code = """
+import sys
+from m2flow.generation.supported import ENGINES, EngineAbilities
+ENGINES["third"] = EngineAbilities(
+    "Third", dtypes=("bfloat16",), least_temperature=0.5, samplers=("top_p",),
+    why_no_sampler="Third takes none away",
+)
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+def said(generation):
+    recipe = {"workload": "reasoning", "generation": {"engine": "third", **generation}}
+    try:
+        ReasoningRecipe.model_validate({**recipe, "model": {"dtype": "bfloat16"}})
+    except ValueError as error:
+        print(*str(error).split())
+    else:
+        print("taken")
+said({"top_p": 0.9})
+said({"temperature": 0.4})
+said({"top_k": 3})
+said({"dtype": "float32"})
+said({"tokens_per_step": 4})
+assert "torch" not in sys.modules
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    words = (
+        "taken",
+        "Third draws at 0.5",
+        "Third takes none",
+        "Third does not compute",
+        "Third begins",
+    )
+    assert len(said) == len(words)
+    for line, word in zip(said, words, strict=True):
+        assert word in line
 
 
 @pytest.mark.vllm

@@ -5,12 +5,12 @@ Sizes are named for what they count. Nothing here imports torch.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from m2flow.errors import UserError
-from m2flow.generation.supported import EXTERNAL
+from m2flow.generation.supported import ENGINES, SAMPLERS, engines_that
 from m2flow.workloads.common import recipe as common
 from m2flow.workloads.common.recipe import (
     Count,
@@ -32,6 +32,11 @@ from m2flow.workloads.reasoning.reward_sections import (
 Dtype = Literal["auto", "float32", "float64", "bfloat16"]
 """What is computed in; auto: bfloat16 on accelerators, float32 on CPUs. Of a model that learns in
 bfloat16 the optimizer keeps float32 weights, gradients and moments."""
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[tuple(ENGINES)]
 
 
 CACHE_SHARE = 0.5
@@ -153,8 +158,6 @@ class WarmupSection(Section):
     learning_rate: Positive = 2e-3
 
 
-VLLM_LEAST_TEMPERATURE = 0.01
-
 Strings = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
@@ -191,7 +194,7 @@ class GenerationSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     min_p: Share = 0.0
     max_running: Count = 256
-    engine: Literal["native", "vllm", "sglang"] = "native"
+    engine: EngineName = "native"
     dtype: Dtype | None = None
     cache_gb: Positive | None = None
     captured_decode: Flag = True
@@ -199,21 +202,22 @@ class GenerationSection(Section):
 
     @model_validator(mode="after")
     def _engine_does_it(self) -> GenerationSection:
-        if self.engine == "vllm" and self.temperature < VLLM_LEAST_TEMPERATURE:
+        engine, least = ENGINES[self.engine], ENGINES[self.engine].least_temperature
+        if self.temperature < least:
+            others = engines_that(lambda one: one.least_temperature <= self.temperature)
             raise UserError(
-                f"vLLM draws at {VLLM_LEAST_TEMPERATURE} where less is asked",
+                f"{engine.label} draws at {least} where less is asked",
                 key="generation.temperature",
                 value=self.temperature,
-                expected=f"at least {VLLM_LEAST_TEMPERATURE}, or generation.engine: native",
+                expected=f"at least {least}, or {others}",
             )
-        for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-            if self.engine == "sglang" and getattr(self, key) != off:
+        for key, off in SAMPLERS.items():
+            if key not in engine.samplers and getattr(self, key) != off:
                 raise UserError(
-                    "SGLang records log-probabilities before it takes tokens away, so they would "
-                    "not be of what is drawn from",
+                    engine.why_no_sampler,
                     key=f"generation.{key}",
                     value=getattr(self, key),
-                    expected=f"{off}, or generation.engine: native or vllm",
+                    expected=f"{off}, or {engines_that(lambda one: key in one.samplers)}",  # noqa: B023
                 )
         return self
 
@@ -550,9 +554,9 @@ class ReasoningRecipe(common.Recipe):
                 f"less than generation.max_new_tokens = {generation.max_new_tokens}",
             ),
             (
-                generation.engine != "native",
-                "the engine of another package begins every answer anew",
-                "generation.engine: native",
+                not ENGINES[generation.engine].carries_over,
+                f"{ENGINES[generation.engine].label} begins every answer anew",
+                engines_that(lambda one: one.carries_over),
             ),
             (
                 self.algorithm.name not in OF_GROUPS,
@@ -625,13 +629,14 @@ class ReasoningRecipe(common.Recipe):
                 value=self.algorithm.overlong_buffer,
                 expected=f"at most generation.max_new_tokens = {self.generation.max_new_tokens}",
             )
-        engine = self.generation.engine
-        if engine != "native" and "float64" in (self.generation.dtype or self.model.dtype):
+        engine, dtype = ENGINES[self.generation.engine], self.generation.dtype or self.model.dtype
+        if dtype not in ("auto", *engine.dtypes):
             raise UserError(
-                f"{EXTERNAL[engine][0]} does not compute in it",
+                f"{engine.label} does not compute in it",
                 key="generation.dtype",
-                value="float64",
-                expected="float32 or bfloat16, or generation.engine: native",
+                value=dtype,
+                expected=f"{' or '.join(engine.dtypes)}, or "
+                + engines_that(lambda one: dtype in one.dtypes),
             )
         for key, needless, dtypes in (
             ("rounding", "nearest", ("float32", "float64")),

@@ -15,6 +15,7 @@ from pathlib import Path
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import ONE_LANE, Layout
+from m2flow.generation.supported import ENGINES
 from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import WEIGHT_BYTES, ModelShape, read_model
 from m2flow.models.work import (
@@ -128,7 +129,7 @@ def prices(
     divided = source is None or is_divided(str(source))
     if not divided:
         assumed += ("transformers' own forward pass costs what the native engine's would",)
-    divided = divided and recipe.generation.engine == "native"
+    divided = divided and ENGINES[recipe.generation.engine].divides
     return lambda device, lanes: RecipeWork(
         recipe, shape, answers, device, lanes, divided, judges
     ).work(graph, assumed)

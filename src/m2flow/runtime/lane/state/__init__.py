@@ -4,6 +4,7 @@ from m2flow.runtime.lane.state.memory import (
     peak_resident_bytes,
     reset_peak_resident_bytes,
     resident_bytes,
+    return_free_memory,
 )
 from m2flow.runtime.lane.state.movable import MovableState
 from m2flow.runtime.lane.state.storages import module_tensors
@@ -14,4 +15,5 @@ __all__ = [
     "peak_resident_bytes",
     "reset_peak_resident_bytes",
     "resident_bytes",
+    "return_free_memory",
 ]

@@ -12,8 +12,7 @@ from m2flow.flow import Batch, Ragged
 from m2flow.workloads.reasoning.workers.carried import BEGUN, OPEN, BegunAnswer
 
 if TYPE_CHECKING:
-    from m2flow.generation.external_engine import ExternalEngine
-    from m2flow.generation.native import NativeEngine
+    from m2flow.generation.engine import GenerationEngine
     from m2flow.generation.records import Completion, Request, SamplingParams
 
 HANDED_ON = 4
@@ -38,7 +37,7 @@ class Drawing:
         running: sample to the Batch and row that hold its prompt's columns.
     """
 
-    engine: NativeEngine | ExternalEngine
+    engine: GenerationEngine
     params: SamplingParams
     count: int
     without: Collection[int] = ()

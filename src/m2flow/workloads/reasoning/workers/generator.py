@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Generator as Coroutine
 from typing import TYPE_CHECKING, Any
 
 from m2flow.flow import Batch, Layout, Place, Worker, stage
 from m2flow.flow.worker import ONE_LANE
+from m2flow.generation.supported import ENGINES
 from m2flow.plan.profile.hardware import USABLE_MEMORY
 from m2flow.workloads.reasoning.config import CACHE_SHARE
 from m2flow.workloads.reasoning.supported import is_divided, key_value_heads
@@ -18,11 +20,14 @@ from m2flow.workloads.reasoning.workers.source import (
     ModelSource,
     by_heads,
     dtype_on,
+    in_turn,
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from m2flow.generation.captured import Capture
-    from m2flow.generation.external_engine import ExternalEngine
+    from m2flow.generation.engine import GenerationEngine
     from m2flow.generation.native import NativeEngine
     from m2flow.generation.records import SamplingParams
 
@@ -39,7 +44,7 @@ class Generator(Worker):
         max_new_tokens, temperature, top_k, top_p, min_p: how they are drawn; greedily all tokens
             count.
         max_running: sequences decoded together at most.
-        engine: native, vllm or sglang.
+        engine: a name of `m2flow.generation.supported.ENGINES`.
         dtype: what is computed in; None for the model's.
         cache_gb: 10**9 bytes that keys and values may take on a lane; None for `CACHE_SHARE` of an
             accelerator's memory, or what weights leave of it, or what is needed of a CPU's.
@@ -53,7 +58,7 @@ class Generator(Worker):
 
     collective = True
 
-    engine: NativeEngine | ExternalEngine
+    engine: GenerationEngine
 
     def __init__(
         self,
@@ -92,26 +97,22 @@ class Generator(Worker):
         An engine of another package stands on one lane, and so does a model that transformers' own
         forward pass computes.
         """
-        if self.engine_name != "native" or not is_divided(self.model.path):
+        if not ENGINES[self.engine_name].divides or not is_divided(self.model.path):
             return [ONE_LANE]
         heads = self.key_value_heads or key_value_heads(self.model.path)
         return [by_heads(size, heads) for size in range(1, lanes + 1)]
 
     def load(self, place: Place) -> None:
         super().load(place)
-        from m2flow.generation.native import NativeEngine
-        from m2flow.generation.tensor_parallel import TensorParallel
-
         self._stop_ids, self._stop_strings = self.model.ends(self.stop_strings())
         dtype = dtype_on(self.dtype, place.device)
         self._whole = None if self.adapted is None else self.adapted.tensors(place.device)
-        if self.engine_name != "native":
-            from m2flow.generation.sglang_engine import SGLangEngine
-            from m2flow.generation.vllm_engine import VLLMEngine
+        implementation = ENGINES[self.engine_name].implementation
+        if implementation is not None:
             from m2flow.models.folder import model_folder
 
-            kinds: dict[str, type[ExternalEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
-            self.engine = kinds[self.engine_name](
+            module, _, kind = implementation.partition(":")
+            self.engine = getattr(importlib.import_module(module), kind)(
                 str(model_folder(self.model.path)),
                 version=place.version,
                 max_running=self.max_running,
@@ -122,10 +123,18 @@ class Generator(Worker):
                 scratch=place.spill,
             )
             return
+        with in_turn(place, self.model):
+            self.engine = self._native(place, dtype)
+
+    def _native(self, place: Place, dtype: torch.dtype) -> NativeEngine:
+        """The native engine with the initial weights, copied out of the model that is loaded."""
+        from m2flow.generation.native import NativeEngine
+        from m2flow.generation.tensor_parallel import TensorParallel
+
         model = self.model.load(place.device, stays=False)
         count = sum(parameter.numel() for parameter in model.parameters())
         weight_bytes = count * dtype.itemsize // place.gang.size
-        self.engine = NativeEngine(
+        engine = NativeEngine(
             model.config,
             max_running=self.max_running,
             dtype=dtype,
@@ -136,7 +145,8 @@ class Generator(Worker):
             capture=_capture(place.device) if self.captured_decode else None,
             text_of=_text_of(self.model.tokenizer()) if self._stop_strings else None,
         )
-        self.engine.install(model.state_dict(), place.version)
+        engine.install(model.state_dict(), place.version)
+        return engine
 
     def stop_strings(self) -> tuple[str, ...]:
         """Strings that end an answer, special tokens among them."""
@@ -229,10 +239,8 @@ class Generator(Worker):
         return None if whole else self.engine.weight_boxes()
 
     def close(self) -> None:
-        from m2flow.generation.external_engine import ExternalEngine
-
         engine = getattr(self, "engine", None)
-        if isinstance(engine, ExternalEngine):
+        if engine is not None:
             engine.close()
 
     def offload(self) -> None:

@@ -18,7 +18,7 @@ class Reference(Divided):
         super().load(place)
         from m2flow.runtime.lane.state import MovableState, module_tensors
 
-        self.policy, self.shards = divided(place, self.model.load)
+        self.policy, self.shards = divided(place, self.model, self.model.load)
         self.state = MovableState(lambda: module_tensors(self.policy), place, frozen=True)
 
     @stage

@@ -31,7 +31,7 @@ class RewardModel(Divided):
         path = self.section.path
         assert path is not None
         source = ModelSource(path, self.section.dtype)
-        self.classifier, self.shards = divided(place, source.load_classifier)
+        self.classifier, self.shards = divided(place, source, source.load_classifier)
         self.conversations = Conversations.of(path)
         self.label = label_index(path, self.section.label)
         self.state = MovableState(lambda: module_tensors(self.classifier), place, frozen=True)

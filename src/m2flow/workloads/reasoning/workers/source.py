@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +39,8 @@ class ModelSource:
         Args:
             device: where to; its kind chooses the dtype "auto".
             stays: whether it is computed with there. A model on its way to somewhere else stays
-                on the host, in pages of its files that all processes there share.
+                on the host, in pages of its files that all processes there share; where it is
+                copied as it is loaded (`in_turn`), in memory of its own.
         """
         from m2flow.models.causal_lm import load_model
 
@@ -119,8 +123,8 @@ class AdaptedSource:
     def tensors(self, device: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
         """What makes a model's tensors of adapters.
 
-        The model stays in host memory: in pages of its files where these are of its dtype, which
-        all processes of a machine share.
+        The model stays in host memory: in pages of its files, which all processes of a machine
+        share; in memory of its own where it is a mixture or the files have another dtype.
         """
         from m2flow.models.lora import Summed
 
@@ -133,6 +137,35 @@ def _placed(load: Callable[..., Any], source: ModelSource, device: str, *, stays
     own_memory = stays and on_host
     model = load(source.path, dtype_on(source.dtype, device), own_memory=own_memory)
     return model if on_host else model.to(device)
+
+
+@contextmanager
+def in_turn(place: Place, source: ModelSource) -> Iterator[None]:
+    """Within, no other lane of this machine has a copy of a model on its way to where it stays.
+
+    Lanes wait for each other only where loading makes copies (`m2flow.models.folder.is_copied`):
+    pages of files are shared. Nothing within may be collective, and what was loaded there must be
+    on the device, in shards or in an engine at the end.
+
+    Args:
+        place: where the worker stands.
+        source: where its model comes from.
+    """
+    from m2flow.models.folder import is_copied
+    from m2flow.runtime.lane.state import return_free_memory
+
+    if place.spill is None or not is_copied(source.path, dtype_on(source.dtype, place.device)):
+        yield
+        return
+    place.spill.mkdir(parents=True, exist_ok=True)
+    folder = os.open(place.spill, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # the system gives it back for a process that is killed
+        yield
+        return_free_memory()
+    finally:
+        fcntl.flock(folder, fcntl.LOCK_UN)  # also where a process that was forked within has it
+        os.close(folder)
 
 
 def dtype_on(name: str, device: str) -> torch.dtype:
@@ -216,18 +249,22 @@ class Divided(Worker):
         return num_bytes
 
 
-def divided(place: Place, load: Callable[..., Any]) -> tuple[Any, Shards]:
+def divided(place: Place, source: ModelSource, load: Callable[..., Any]) -> tuple[Any, Shards]:
     """A model in evaluation mode, divided where the worker stands on gangs of several lanes.
 
     Args:
         place: where the worker stands.
-        load: `load` or `load_critic` of where the model comes from.
+        source: where the model comes from.
+        load: `load` or `load_critic` of that.
     """
     from m2flow.training.sharded import Shards
 
     shards = Shards.of(place.gang)
-    if shards.size == 1:
+    if shards.size == 1 and place.device == "cpu":  # what is loaded stays where it is
         return load(place.device).eval(), shards
-    model = load(place.device, stays=False).eval()  # moves to the device piece by piece
-    shards.shard(model)
-    return model, shards
+    with in_turn(place, source):
+        if shards.size == 1:
+            return load(place.device).eval(), shards
+        model = load(place.device, stays=False).eval()  # moves to the device piece by piece
+        shards.shard(model)
+        return model, shards

@@ -66,7 +66,7 @@ class Trained(Divided):
         from m2flow.training.skipping import Skips
 
         self._skips = Skips(self.recipe.max_skipped_updates)
-        self.policy, self.shards = divided(place, load)
+        self.policy, self.shards = divided(place, self.model, load)
         self.trainer = make_trainer(self.policy, self.shards)
         if self.checkpoint is not None:
             self._go_on_from(self.checkpoint)
