@@ -171,6 +171,7 @@ def test_lanes_are_forks_of_it_and_so_are_those_in_their_place() -> None:
 def test_clusters_that_are_started_here_set_workers_up_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's constant that names the script is private: a later Ray may not heed it."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = ray_constants.ENABLE_RAY_CLUSTER
     cluster = RayCluster(())
     try:
         below = psutil.Process().children(recursive=True)
@@ -179,6 +180,7 @@ def test_clusters_that_are_started_here_set_workers_up_so(monkeypatch: pytest.Mo
     finally:
         cluster.close()
     assert ray_constants.SETUP_WORKER_FILENAME == "setup_worker.py"
+    assert before == ray_constants.ENABLE_RAY_CLUSTER, "other clusters of this process"
 
 
 # --- other users ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -36,17 +36,6 @@ def require_token() -> None:
     raylet: Any = ray._raylet  # what Ray's own tests use; there is no public way
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-def stay_on_loopback() -> None:
-    """Have all processes of the clusters that this process starts listen on loopback alone.
-
-    A node whose address is 127.0.0.1 binds to nothing else, but Ray replaces that one by an address
-    that other machines reach, unless it is told that there are no others.
-    """
-    from ray._private import ray_constants
-
-    ray_constants.ENABLE_RAY_CLUSTER = False  # there is a variable too, which is read on import
 
 
 def starts_here() -> bool:
@@ -83,7 +72,6 @@ class RayCluster:
             self._connect(address=None)
             return
         require_token()
-        stay_on_loopback()
         self._connect(
             address="local",
             num_cpus=max(1, sum(len(lane.cores) for lane in lanes)),
@@ -104,8 +92,9 @@ class RayCluster:
                 self._folder = Path(tempfile.mkdtemp(prefix="m2flow-ray-"))
                 self.sweeper.add(escape(str(self._folder)))
                 settings["_temp_dir"] = str(self._folder)
+            private = nullcontext() if address is None else _private_settings()
             try:
-                with terminal_is_not_heard(), _quick_set_up():
+                with terminal_is_not_heard(), private:
                     ray.init(address=address, logging_level=logging.ERROR, **settings)
             except Exception as error:  # noqa: BLE001 - Ray has no type for it
                 ray.shutdown()
@@ -156,19 +145,22 @@ def terminal_is_not_heard() -> Iterator[None]:
 
 
 @contextmanager
-def _quick_set_up() -> Iterator[None]:
-    """Have a cluster that is started within set up its workers by `set_up_worker.py`.
+def _private_settings() -> Iterator[None]:
+    """Have a cluster that is started within listen on loopback alone, and set up workers quickly.
 
-    Ray names its script by this constant alone; there is no public way.
+    Ray has no public way for either. A node whose address is 127.0.0.1 binds to nothing else, but
+    Ray replaces that one by an address that other machines reach, unless there are to be no others.
+    Its script that sets up workers it knows by a name alone, below a folder that an absolute path
+    replaces (`set_up_worker.py`).
     """
-    from ray._private import ray_constants
+    from ray._private import ray_constants as constants
 
-    rays_own = ray_constants.SETUP_WORKER_FILENAME  # below a folder that an absolute path replaces
-    ray_constants.SETUP_WORKER_FILENAME = str(SET_UP_WORKER)
+    before = constants.ENABLE_RAY_CLUSTER, constants.SETUP_WORKER_FILENAME
+    constants.ENABLE_RAY_CLUSTER, constants.SETUP_WORKER_FILENAME = False, str(SET_UP_WORKER)
     try:
         yield
     finally:
-        ray_constants.SETUP_WORKER_FILENAME = rays_own
+        constants.ENABLE_RAY_CLUSTER, constants.SETUP_WORKER_FILENAME = before
 
 
 def _first_line(error: Exception) -> str:

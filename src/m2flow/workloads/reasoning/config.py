@@ -213,13 +213,16 @@ class GenerationSection(Section):
             )
         for key, off in SAMPLERS.items():
             if key not in engine.samplers and getattr(self, key) != off:
-                raise UserError(
-                    engine.why_no_sampler,
-                    key=f"generation.{key}",
-                    value=getattr(self, key),
-                    expected=f"{off}, or {engines_that(lambda one: key in one.samplers)}",  # noqa: B023
-                )
+                raise self._no_sampler(key, off)
         return self
+
+    def _no_sampler(self, key: str, off: float) -> UserError:
+        return UserError(
+            ENGINES[self.engine].why_no_sampler,
+            key=f"generation.{key}",
+            value=getattr(self, key),
+            expected=f"{off}, or {engines_that(lambda one: key in one.samplers)}",
+        )
 
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
