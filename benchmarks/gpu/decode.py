@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from gpu.profiled import kernels_of
 from harness import Target, arguments, conclude, table
 
-from m2flow.generation.captured import CudaCapture
+from m2flow.generation.captured import PLAIN_STEPS, CudaCapture
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Request, SamplingParams
 from m2flow.models.shape import PUBLISHED, model_from_config
@@ -32,6 +33,7 @@ SHARE = 0.6
 
 AIMED_AT = 256
 GROUP = 16
+PROFILED_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,20 @@ def round_seconds(engine: NativeEngine, count: int, prompt: int, tokens: int, de
     return (time.perf_counter() - start) / drawn * count * tokens
 
 
+def profiled(engine: NativeEngine, count: int, prompt: int) -> dict[str, Any]:
+    """Where the time of some steps goes; the requests are dropped afterwards."""
+    engine.submit(
+        Request(n, [n // GROUP % 50 + 1] * prompt, n, SamplingParams(99)) for n in range(count)
+    )
+    while engine.num_running < count:
+        engine.step()
+    for _ in range(2 * PLAIN_STEPS):
+        engine.step()
+    found = kernels_of(lambda: [engine.step() for _ in range(PROFILED_STEPS)])
+    engine.abort(range(count))
+    return found
+
+
 def bandwidth(num_bytes: int, device: str) -> float:
     """Bytes read and written a second by a copy on the device, the best of ten."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -127,12 +143,14 @@ def bytes_of_a_step(model: dict[str, Any], count: int, tokens: float) -> float:
     return 2.0 * (shape.parameters - looked_up + count * tokens * of_a_token)
 
 
-def measure(name: str, count: int, work: Work, device: str, rate: float) -> dict[str, float]:
-    """Figures of a model with so many answers at a time."""
+def measure(
+    name: str, count: int, work: Work, device: str, rate: float
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Figures of a model with so many answers at a time, and a profile of some steps."""
     model, tokens = work.models[name], work.tokens
     ways = [True, False] if name == work.compared and device != "cpu" else [device != "cpu"]
     seconds: dict[bool, list[float]] = {}
-    again = 0.0
+    again, profile = 0.0, dict[str, Any]()
     for way in ways:
         engine = engine_of(model, count, device, way)
         round_seconds(engine, count, work.prompt_tokens, 16, device)  # libraries are set up
@@ -140,6 +158,7 @@ def measure(name: str, count: int, work: Work, device: str, rate: float) -> dict
             round_seconds(engine, count, work.prompt_tokens, tokens, device)
             for _ in range(work.rounds + way)
         ][-work.rounds :]
+        profile = profile or profiled(engine, count, work.prompt_tokens)
         if engine.captured is not None:
             engine.sleep()
             engine.wake()
@@ -157,7 +176,7 @@ def measure(name: str, count: int, work: Work, device: str, rate: float) -> dict
     if len(ways) > 1:
         found["plain steps, tokens/s"] = count * tokens / statistics.median(seconds[False])
         found["gain of graphs"] = found["tokens/s"] / found["plain steps, tokens/s"]
-    return found
+    return found, profile
 
 
 def main() -> None:
@@ -172,10 +191,12 @@ def main() -> None:
     print(f"a copy on the device: {rate / 1e9:.0f} GB/s read and written")
     counts = (AIMED_AT,) if options.quick and device != "cpu" else work.counts
     found: dict[str, dict[str, float]] = {}
+    profiles: dict[str, dict[str, Any]] = {}
     for name in work.models:
         for count in counts:
-            row = measure(name, count, work, device, rate)
+            row, profile = measure(name, count, work, device, rate)
             found[f"{name}, {count} at a time"] = row
+            profiles[f"{name}, {count} at a time"] = profile
             print(name, count, {key: round(value, 3) for key, value in row.items()}, flush=True)
     columns = list(dict.fromkeys(key for row in found.values() for key in row))
     rows = [[name, *(row.get(key, "") for key in columns)] for name, row in found.items()]
@@ -186,7 +207,8 @@ def main() -> None:
         if device != "cpu" and name.endswith(f", {AIMED_AT} at a time")
     ]
     where = "cpu" if device == "cpu" else torch.cuda.get_device_name()
-    conclude("gpu/decode", {"device": where, "GB/s": rate / 1e9, **found}, targets, options)
+    results = {"device": where, "GB/s": rate / 1e9, **found, "profiles": profiles}
+    conclude("gpu/decode", results, targets, options)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from gpu.profiled import kernels_of
 from harness import Target, arguments, conclude, table
 
 from m2flow.algorithms.grpo import GRPOLoss
@@ -119,8 +120,19 @@ def main() -> None:
     work = WORK[device]
     rollouts, parameters = rollouts_of(work), 0
     found: dict[str, dict[str, float]] = {}
-    for name, again in (("activations kept", False), ("computed again", True)):
+    profiles: dict[str, dict[str, Any]] = {}
+    for name, again in (
+        ("fused, kept", False),
+        ("activations kept", False),
+        ("computed again", True),
+    ):
         model = model_of(work, device)
+        if name.startswith("fused"):
+            from liger_kernel.transformers import monkey_patch
+
+            monkey_patch._apply_liger_kernel_to_instance(
+                model, cross_entropy=False, fused_linear_cross_entropy=False
+            )
         parameters = sum(parameter.numel() for parameter in model.parameters())
         config = PolicyTrainerConfig(
             optimizer=AdamWConfig(learning_rate=1e-6),
@@ -146,15 +158,19 @@ def main() -> None:
             "of the matrix rate": done / rate,
             "GB at most": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0,
         }
+        few = rollouts.select(torch.arange(2))
+        profiles[name] = kernels_of(lambda: (trainer.fold(few), trainer.finish()))
         del trainer, model
         if device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     columns = list(found["computed again"])
     table(["", *columns], [[name, *some.values()] for name, some in found.items()])
+    where = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     best = max(some["of the matrix rate"] for some in found.values())
     targets = [Target("share of the matrix rate", best, SHARE)] if device == "cuda" else []
-    conclude("gpu/training", {"parameters": parameters, **found}, targets, options)
+    results = {"device": where, "parameters": parameters, **found, "profiles": profiles}
+    conclude("gpu/training", results, targets, options)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def read_pages(
-    query_BHD: Tensor,
+    query_BKGD: Tensor,
     key_PSKD: Tensor,
     value_PSKD: Tensor,
     table_BM: Tensor,
@@ -16,7 +16,9 @@ def read_pages(
     longest: int,
     scale: float,
     window: int | None,
-) -> Tensor:
+    cap: float | None,
+    out_BKGD: Tensor,
+) -> None:
     """Nothing is looked at by the host, so a tape can hold it."""
     key_BKCD, value_BKCD = (
         pages_PSKD[table_BM.long()].flatten(1, 2)[:, :longest].transpose(1, 2)
@@ -26,7 +28,8 @@ def read_pages(
     seen_BC = column_C < length_B[:, None]
     if window is not None:
         seen_BC &= column_C >= length_B[:, None] - window
-    query_BKGD = query_BHD.unflatten(1, (key_BKCD.shape[1], -1))
     score_BKGC = (query_BKGD @ key_BKCD.transpose(2, 3)) * scale
+    if cap is not None:
+        score_BKGC = (score_BKGC / cap).tanh() * cap
     share_BKGC = score_BKGC.masked_fill(~seen_BC[:, None, None], -torch.inf).softmax(-1)
-    return (share_BKGC @ value_BKCD).flatten(1, 2)
+    out_BKGD.copy_(share_BKGC @ value_BKCD)

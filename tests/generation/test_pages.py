@@ -21,7 +21,7 @@ from tests.generation.test_captured import CELL_BYTES, assert_same, requests
 
 PAGE = 4
 FAMILIES = ("qwen2", "qwen2-untied-one-kv-head", "llama", "qwen3", "mistral-window",
-            "qwen2-windows", "gemma3", "qwen3-moe")  # fmt: skip
+            "qwen2-windows", "gemma2", "gemma3", "qwen3-moe")  # fmt: skip
 MODEL, OTHER = small_model("qwen2"), small_model(seed=1)
 
 
@@ -172,9 +172,13 @@ def test_the_kernel_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         assert key.stride(-1) == value.stride(-1) == 1
         window = None if window_size == (-1, -1) else window_size[0] + 1
         assert window_size[1] == (-1 if window is None else 0)
-        return read_pages(
-            query, key, value, block_table, seqused_k, longest=longest, scale=scale, window=window
-        )
+        out_BHD = torch.empty_like(query)
+        groups = (key.shape[2], -1)
+        read_pages(
+            query.unflatten(1, groups), key, value, block_table, seqused_k, longest=longest,
+            scale=scale, window=window, cap=None, out_BKGD=out_BHD.unflatten(1, groups),
+        )  # fmt: skip
+        return out_BHD
 
     monkeypatch.setattr(paged_attention, "_kernel", lambda: kernel)
     for name in ("qwen2", "mistral-window"):

@@ -12,17 +12,22 @@ from m2flow.generation.pages import PagedCache
 from m2flow.generation.records import Request, SamplingParams
 from tests.generation.small_models import drain, small_model
 
+triton_attention = pytest.importorskip("m2flow.generation.triton_attention")
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(paged_attention._kernel() is None, reason="needs torch 2.13"),
 ]
 
 
+@pytest.mark.parametrize("reader", ["torch", "triton"])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("heads", [(12, 2), (8, 8)])
-def test_the_kernel_reads_pages(heads: tuple[int, int], window: int | None) -> None:
+def test_the_kernel_reads_pages(heads: tuple[int, int], window: int | None, reader: str) -> None:
     """Keys and values lie side by side, as in the cache: strides are not those of one tensor."""
+    if reader == "torch" and paged_attention._kernel() is None:
+        pytest.skip("needs torch 2.13")
+    read = paged_attention.attend if reader == "torch" else triton_attention.attend
     query_heads, kv_heads = heads
     torch.manual_seed(0)
     page, most, lengths = paged_attention.PAGE, 4, [1, 255, 256, 257, 1000, 700]
@@ -30,9 +35,11 @@ def test_the_kernel_reads_pages(heads: tuple[int, int], window: int | None) -> N
     key, value = kv.chunk(2, dim=-1)
     table = torch.randperm(31, device="cuda")[: len(lengths) * most].view(-1, most).int() + 1
     query = torch.randn(len(lengths), query_heads, 128, device="cuda").bfloat16()
-    found = paged_attention.attend(
-        query, key, value, table, torch.tensor(lengths, device="cuda").int(),
-        longest=most * page, scale=128**-0.5, window=window,
+    found, groups = torch.empty_like(query), (kv_heads, -1)
+    read(
+        query.unflatten(1, groups), key, value, table, torch.tensor(lengths, device="cuda").int(),
+        longest=most * page, scale=128**-0.5, window=window, cap=None,
+        out_BKGD=found.unflatten(1, groups),
     )  # fmt: skip
     for row, length in enumerate(lengths):
         first = 0 if window is None else max(0, length - window)

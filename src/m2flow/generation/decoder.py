@@ -22,7 +22,14 @@ from torch import Tensor
 
 from m2flow.generation.architecture import Architecture, architecture_of, rotation_tables
 from m2flow.generation.attention import capped, prompt_attention
-from m2flow.generation.kernels import linear, padded_rows, rms_norm
+from m2flow.generation.kernels import (
+    Rotation,
+    add_norm,
+    linear,
+    padded_rows,
+    rms_norm,
+    silu_gate,
+)
 from m2flow.generation.kv_cache import CacheView
 from m2flow.generation.pages import PagedView
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
@@ -182,39 +189,43 @@ class Decoder:
         return self._layers(token_N, position_N, attend)
 
     def _layers(self, ids_N: Tensor, position_N: Tensor, attend: Attend) -> Tensor:
-        a = self.architecture
+        a, epsilon = self.architecture, self.architecture.norm_epsilon
+        layers = self.weights.prepacked.layers
         shape = (-1, a.group + 2, a.head_dim)
-        position_Y = position_N.repeat_interleave(a.kv_heads)
-        rotations = [table.index_select(0, position_Y).unsqueeze(1) for table in self._rotations]
+        rotations = [Rotation(table, position_N, a.kv_heads) for table in self._rotations]
         hidden_NE = self.weights.embedding.index_select(0, ids_N)
         if a.embedding_scale != 1.0:
             hidden_NE.mul_(self._embedding_scale)
-        for index, layer in enumerate(self.weights.prepacked.layers):
-            normed_NE = rms_norm(hidden_NE, layer.attention_norm, a.norm_epsilon)
+        normed_NE = rms_norm(hidden_NE, layers[0].attention_norm, epsilon)
+        for index, layer in enumerate(layers):
             qkv_YSD = linear(normed_NE, layer.qkv, layer.qkv_bias).view(shape)
-            query_key = qkv_YSD.narrow(1, 0, a.group + 1)
             if layer.qk_norm is not None:
-                query_key.copy_(rms_norm(query_key, layer.qk_norm, a.norm_epsilon))
-            rotate(query_key, rotations[a.ropes[index]])
+                query_key = qkv_YSD.narrow(1, 0, a.group + 1)
+                query_key.copy_(rms_norm(query_key, layer.qk_norm, epsilon))
+            rotations[a.ropes[index]].turn(qkv_YSD)
             made_NE = self._joined(attend(index, qkv_YSD), layer.out, layer.out_bias)
             if layer.attention_out_norm is not None:
-                made_NE = rms_norm(made_NE, layer.attention_out_norm, a.norm_epsilon)
-            hidden_NE += made_NE
-            normed_NE = rms_norm(hidden_NE, layer.mlp_norm, a.norm_epsilon)
+                made_NE = rms_norm(made_NE, layer.attention_out_norm, epsilon)
+            normed_NE = add_norm(hidden_NE, made_NE, layer.mlp_norm, epsilon)
             if layer.router is not None:
-                hidden_NE += self._experts(normed_NE, layer, layer.router)
-                continue
-            gate, up = linear(normed_NE, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            made_NE = self._joined(self._gate(gate).mul_(up), layer.down, layer.down_bias)
+                made_NE = self._experts(normed_NE, layer, layer.router)
+            else:
+                gate_up_NI = linear(normed_NE, layer.gate_up, layer.gate_up_bias)
+                made_NE = self._joined(self._gated(gate_up_NI), layer.down, layer.down_bias)
             if layer.mlp_out_norm is not None:
-                made_NE = rms_norm(made_NE, layer.mlp_out_norm, a.norm_epsilon)
-            hidden_NE += made_NE
+                made_NE = rms_norm(made_NE, layer.mlp_out_norm, epsilon)
+            if index + 1 < len(layers):
+                normed_NE = add_norm(hidden_NE, made_NE, layers[index + 1].attention_norm, epsilon)
+            else:
+                hidden_NE += made_NE
         return hidden_NE
 
-    def _gate(self, gate: Tensor) -> Tensor:
+    def _gated(self, gate_up_NI: Tensor) -> Tensor:
+        """The activation of one half of the channels, times the other half."""
         if self.architecture.activation == "silu":
-            return F.silu(gate)
-        return F.gelu(gate, approximate="tanh")
+            return silu_gate(gate_up_NI)
+        gate, up = gate_up_NI.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
 
     def _experts(self, input_NE: Tensor, layer: LayerWeights, router_XE: Tensor) -> Tensor:
         """The sum of what each row's experts make of it, weighted; X experts, C chosen of a row.
@@ -235,8 +246,8 @@ class Decoder:
             if pick_P.numel():
                 row_P = pick_P // a.experts_per_token
                 # Rows differ from call to call, for which `linear` would compile anew.
-                gate, up = F.linear(input_NE[row_P], layer.gate_up[number]).chunk(2, dim=-1)
-                made_PE = F.linear(self._gate(gate).mul_(up), layer.down[number])
+                gate_up_PI = F.linear(input_NE[row_P], layer.gate_up[number])
+                made_PE = F.linear(self._gated(gate_up_PI), layer.down[number])
                 sum_NE.index_add_(0, row_P, made_PE.mul_(share_S[pick_P].unsqueeze(1)))
         return self._parallel.sum(sum_NE)
 
@@ -254,17 +265,3 @@ class Decoder:
             linear(normed_NE, self.weights.prepacked.head), self.architecture.logit_cap
         )
         return logits_NV if logits_NV.dtype is torch.float64 else logits_NV.float()
-
-
-def rotate(query_key: Tensor, rotation: Tensor) -> None:
-    """Rotates adjacent channel pairs in place: one complex product per pair.
-
-    Args:
-        query_key: [..., D]. rotation: complex, broadcastable to [..., D / 2].
-    """
-    pairs = query_key.unflatten(-1, (-1, 2))
-    if query_key.dtype in (torch.float32, torch.float64):
-        torch.view_as_complex(pairs).mul_(rotation)
-    else:
-        rotated = torch.view_as_complex(pairs.float()).mul_(rotation)
-        pairs.copy_(torch.view_as_real(rotated))

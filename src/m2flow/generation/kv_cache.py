@@ -24,6 +24,7 @@ from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
 from m2flow.generation.attention import decode_attention
+from m2flow.generation.captured import padded_columns
 
 _ROUND_COLUMNS = 64
 
@@ -187,6 +188,10 @@ class KVCache:
         heads = position_X.split([span.rows * kv_heads for span in spans])
         bands = [self._bands(*one) for one in zip(spans, heads, strict=True)]
         return CacheView(self._kv_LTRKCD, index_XT.flatten(), bands)
+
+    def padded_columns(self, columns: int) -> int:
+        """As many as are read in a step that is recorded."""
+        return padded_columns(columns)
 
     def spans(self, lengths: Sequence[int]) -> list[RowSpan]:
         """How rows of so many columns attend: as few spans as are worth their calls."""

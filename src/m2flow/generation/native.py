@@ -32,7 +32,7 @@ from m2flow.generation.captured import Capture, CapturedSteps, Size, padded_coun
 from m2flow.generation.decoder import Decoder
 from m2flow.generation.kv_cache import KVCache
 from m2flow.generation.own_forward import OwnForward, OwnSlots
-from m2flow.generation.paged_attention import PageReader, attend, reason_against
+from m2flow.generation.paged_attention import PageReader, reader_of, reason_against
 from m2flow.generation.pages import PagedCache
 from m2flow.generation.prefixes import Prefixes
 from m2flow.generation.records import Completion, FinishReason, Request
@@ -70,8 +70,8 @@ class NativeEngine:
         text_of: the text of tokens, where requests may have stop strings.
         capture: records decode steps, where they can be; None: they run plainly. Steps of several
             lanes, of models with experts and of transformers' own forward pass always do.
-        read: attends over keys and values in pages; None: torch's kernel, where it can, and else
-            they are kept in slots.
+        read: attends over keys and values in pages; None: what the device has for it, and where it
+            has nothing they are kept in slots.
 
     Raises:
         UserError: the architecture is not computed here, or does not divide over so many lanes.
@@ -396,4 +396,4 @@ def _page_reader(a: Architecture, dtype: torch.dtype, device: torch.device) -> P
     reason = reason_against(a, dtype, device)
     if reason is not None and device.type == "cuda":
         _log.warning("keys and values are kept in slots, each as long as the longest: %s", reason)
-    return attend if reason is None else None
+    return reader_of(a) if reason is None else None

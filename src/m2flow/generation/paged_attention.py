@@ -1,10 +1,12 @@
-"""Attention of a new token of each sequence over pages of keys and values: torch's own kernel.
+"""Attention of a new token of each sequence over pages of keys and values.
 
-The kernel (FlashAttention, on CUDA, torch 2.13) follows each sequence's row in a table of pages. It
-reads the tokens that a sequence has, and none that a longer one beside it would need.
+What reads them on CUDA follows each sequence's row in a table of pages: torch's own kernel
+(FlashAttention, torch 2.13), or where torch is older or scores are capped one in Triton
+(`triton_attention`). It reads the tokens that a sequence has, and none that a longer one beside it
+would need.
 
-Legend: B sequences, M pages of a sequence at most, P pages in all, S tokens of a page, H query
-heads, K key-value heads, D channels of a head.
+Legend: B sequences, M pages of a sequence at most, P pages in all, S tokens of a page, K key-value
+heads, G query heads of each, H = K G, D channels of a head.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class PageReader(Protocol):
 
     def __call__(
         self,
-        query_BHD: Tensor,
+        query_BKGD: Tensor,
         key_PSKD: Tensor,
         value_PSKD: Tensor,
         table_BM: Tensor,
@@ -39,20 +41,21 @@ class PageReader(Protocol):
         longest: int,
         scale: float,
         window: int | None,
-    ) -> Tensor:
+        cap: float | None,
+        out_BKGD: Tensor,
+    ) -> None:
         """Attend with the last token of each sequence.
 
         Args:
-            query_BHD: of the last tokens; head h reads key-value head h // (H / K).
+            query_BKGD: of the last tokens.
             key_PSKD, value_PSKD: the pages of all sequences.
             table_BM: int32, the pages of each sequence in order.
             length_B: int32, tokens of each sequence, the last one included.
             longest: no sequence is longer; a number of the host, which does not look at `length_B`.
             scale: of the scores.
             window: tokens that are seen, the last one included; None for all.
-
-        Returns:
-            [B, H, D].
+            cap: scores are cap tanh(score / cap); None: as they are.
+            out_BKGD: contiguous; takes the result.
         """
 
 
@@ -72,15 +75,24 @@ def reason_against(a: Architecture, dtype: torch.dtype, device: torch.device) ->
         return "the kernel runs on CUDA"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernel computes in bfloat16 or float16, not {dtype}"
-    if a.score_cap is not None:
-        return "the kernel does not cap scores"
     if a.head_dim > WIDEST:
         return f"the kernel's heads have at most {WIDEST} channels"
-    return None if _kernel() is not None else "the kernel wants torch 2.13 or newer"
+    return "Triton is not installed" if reader_of(a) is None else None
+
+
+def reader_of(a: Architecture) -> PageReader | None:
+    """What attends over pages on CUDA; None where neither torch nor Triton has it."""
+    if _kernel() is not None and a.score_cap is None:
+        return attend
+    try:
+        from m2flow.generation.triton_attention import attend as attend_in_triton
+    except ImportError:
+        return None
+    return attend_in_triton
 
 
 def attend(
-    query_BHD: Tensor,
+    query_BKGD: Tensor,
     key_PSKD: Tensor,
     value_PSKD: Tensor,
     table_BM: Tensor,
@@ -89,10 +101,14 @@ def attend(
     longest: int,
     scale: float,
     window: int | None,
-) -> Tensor:
+    cap: float | None,
+    out_BKGD: Tensor,
+) -> None:
     """Attend by torch's kernel; see `PageReader`."""
+    assert cap is None, "torch's kernel does not cap scores"
+    query_BHD = query_BKGD.flatten(1, 2)
     starts = torch.arange(len(query_BHD) + 1, dtype=torch.int32, device=query_BHD.device)
-    out_BHD: Tensor = _kernel()(
+    out_BHD = _kernel()(
         query_BHD,
         key_PSKD,
         value_PSKD,
@@ -106,4 +122,4 @@ def attend(
         seqused_k=length_B,
         block_table=table_BM,
     )
-    return out_BHD
+    out_BKGD.copy_(out_BHD.view(out_BKGD.shape))

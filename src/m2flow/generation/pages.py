@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
+from m2flow.generation.kernels import fused
 from m2flow.generation.kv_cache import RowSpan
 from m2flow.generation.paged_attention import PAGE, PageReader
 
@@ -161,6 +162,11 @@ class PagedCache:
         """One, of all rows."""
         return [RowSpan.of(lengths)]
 
+    def padded_columns(self, columns: int) -> int:
+        """The smallest power of 2 that is not below: it costs nothing, as each row reads its own
+        pages alone, and the fewer sizes there are the fewer steps are recorded."""
+        return 1 << max(self._page - 1, columns - 1).bit_length()
+
     def _needed(self, length: int) -> int:
         return -(-length // self._page)
 
@@ -213,6 +219,10 @@ class PagedView:
 
     def append(self, layer: int, kv_XTD: Tensor) -> None:
         """Write this step's keys and values of a layer."""
+        steps = fused(kv_XTD)
+        if steps is not None:
+            steps.keep(kv_XTD, self._kv_LPSKW[layer].flatten(0, 1), self._token_B)
+            return
         kv_BZ = kv_XTD.reshape(len(self._token_B), -1)
         self._flat_LNZ[layer].index_copy_(0, self._token_B, kv_BZ)
 
@@ -227,11 +237,10 @@ class PagedView:
         out_XGD: Tensor,
     ) -> None:
         """Write what each row's new token makes of the tokens that it sees."""
-        assert cap is None, "scores are not capped over pages"
-        rows, head_dim = len(self._token_B), query_XGD.shape[2]
+        rows = len(self._token_B)
         key_PSKD, value_PSKD = self._kv_LPSKW[layer].chunk(2, dim=-1)
-        out_BHD = self._read(
-            query_XGD.reshape(rows, -1, head_dim),
+        self._read(
+            query_XGD.unflatten(0, (rows, -1)),
             key_PSKD,
             value_PSKD,
             self._table_BM,
@@ -239,5 +248,6 @@ class PagedView:
             longest=self._columns,
             scale=scale,
             window=window,
+            cap=cap,
+            out_BKGD=out_XGD.unflatten(0, (rows, -1)),
         )
-        out_XGD[:] = out_BHD.view(out_XGD.shape)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from m2flow.algorithms.sampling import sample_tokens
-from m2flow.generation.captured import COLUMN_STEP, Size, padded_columns, padded_count
+from m2flow.generation.captured import COLUMN_STEP, Size, padded_count
 from m2flow.generation.kernels import padded_rows
 from m2flow.generation.kv_cache import KVCache, RowSpan
 from m2flow.generation.own_forward import OwnSlots
@@ -110,7 +110,8 @@ class RunningBatch:
             passed = min(lengths) // COLUMN_STEP * COLUMN_STEP
         if rows > running:
             self._state[: _POSITION + 1, running:rows] = self._state[: _POSITION + 1, :1]
-        return Size(rows, min(padded_columns(max(lengths)), self._cache.columns), passed)
+        columns = self._cache.padded_columns(max(lengths))
+        return Size(rows, min(columns, self._cache.columns), passed)
 
     def padded_inputs(self, size: Size) -> tuple[Tensor, Tensor, Any]:
         """What `decode_inputs` gives, for a size that `pad` has made, at fixed addresses."""
