@@ -22,8 +22,8 @@ def kernels_of(action: Callable[[], object], trace: Path | None = None) -> dict[
         trace: a file for the timeline, which chrome://tracing and Perfetto read.
 
     Returns:
-        `ms`: the action's wall time under the profiler, `busy ms`: of the device in all kernels, and
-        `kernels`: name -> [ms, times run], the longest first.
+        `ms`: the action's wall time under the profiler, `busy ms`: of the device in all kernels,
+        and `kernels`: name -> [ms, times run], the longest first.
     """
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():

@@ -10,10 +10,12 @@ small model.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ SMALL = {
     "intermediate_size": 128, "vocab_size": 256, "tie_word_embeddings": True,
 }  # fmt: skip
 WORK = {
-    "cuda": Work(PUBLISHED["Qwen2.5-1.5B"], 16, 4096, 256, 8192, 5),
+    "cuda": Work(PUBLISHED["Qwen2.5-1.5B"], 16, 4096, 256, 8192, 3),
     "cpu": Work(SMALL, 8, 128, 16, 256, 3),
 }
 
@@ -109,6 +111,47 @@ def operations(work: Work, parameters: int) -> float:
     return float(work.answers * (6 * parameters * length + attending))
 
 
+def measured(
+    work: Work, rollouts: TokenRollouts, device: str, again: bool, fused: bool
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Figures of mini-batches, and a profile of one with two answers."""
+    model = model_of(work, device)
+    if fused:
+        from liger_kernel.transformers import monkey_patch
+
+        monkey_patch._apply_liger_kernel_to_instance(
+            model, cross_entropy=False, fused_linear_cross_entropy=False
+        )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    config = PolicyTrainerConfig(
+        optimizer=AdamWConfig(learning_rate=1e-6),
+        tokens_per_microbatch=2 * (work.prompt + work.tokens),
+        sharing="none",
+        gradient_checkpointing=again,
+    )
+    trainer = PolicyTrainer(model, GRPOLoss(), config)
+    seconds = []
+    for _ in range(work.steps + 1):
+        synchronise(device)
+        start = time.perf_counter()
+        trainer.fold(rollouts)
+        trainer.finish()
+        synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    taken, rate = statistics.median(seconds[1:]), matrix_rate(work.side, device)
+    done = operations(work, parameters) / taken
+    few = rollouts.select(torch.arange(2))
+    found = {
+        "parameters": float(parameters),
+        "s a mini-batch": taken,
+        "tokens/s": work.answers * work.tokens / taken,
+        "TFLOP/s": done / 1e12,
+        "of the matrix rate": done / rate,
+        "GB at most": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0,
+    }
+    return found, kernels_of(lambda: (trainer.fold(few), trainer.finish()))
+
+
 def main() -> None:
     parser = arguments((__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=tuple(WORK))
@@ -118,50 +161,17 @@ def main() -> None:
         print("this machine has no GPU that PyTorch can use")
         sys.exit(2)
     work = WORK[device]
-    rollouts, parameters = rollouts_of(work), 0
+    rollouts = rollouts_of(work)
     found: dict[str, dict[str, float]] = {}
     profiles: dict[str, dict[str, Any]] = {}
-    for name, again in (
-        ("fused, kept", False),
-        ("activations kept", False),
-        ("computed again", True),
-    ):
-        model = model_of(work, device)
-        if name.startswith("fused"):
-            from liger_kernel.transformers import monkey_patch
-
-            monkey_patch._apply_liger_kernel_to_instance(
-                model, cross_entropy=False, fused_linear_cross_entropy=False
-            )
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        config = PolicyTrainerConfig(
-            optimizer=AdamWConfig(learning_rate=1e-6),
-            tokens_per_microbatch=2 * (work.prompt + work.tokens),
-            sharing="none",
-            gradient_checkpointing=again,
-        )
-        trainer = PolicyTrainer(model, GRPOLoss(), config)
-        seconds = []
-        for _ in range(work.steps + 1):
-            synchronise(device)
-            start = time.perf_counter()
-            trainer.fold(rollouts)
-            trainer.finish()
-            synchronise(device)
-            seconds.append(time.perf_counter() - start)
-        taken, rate = statistics.median(seconds[1:]), matrix_rate(work.side, device)
-        done = operations(work, parameters) / taken
-        found[name] = {
-            "s a mini-batch": taken,
-            "tokens/s": work.answers * work.tokens / taken,
-            "TFLOP/s": done / 1e12,
-            "of the matrix rate": done / rate,
-            "GB at most": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0,
-        }
-        few = rollouts.select(torch.arange(2))
-        profiles[name] = kernels_of(lambda: (trainer.fold(few), trainer.finish()))
-        del trainer, model
+    ways = {"activations kept": (False, False), "computed again": (True, False)}
+    if device == "cuda" and find_spec("liger_kernel"):  # last: it changes transformers' own modules
+        ways["activations kept, Liger's kernels"] = (False, True)
+    for name, (again, fused) in ways.items():
+        found[name], profiles[name] = measured(work, rollouts, device, again, fused)
+        print(name, {key: round(value, 3) for key, value in found[name].items()}, flush=True)
         if device == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     columns = list(found["computed again"])
@@ -169,7 +179,7 @@ def main() -> None:
     where = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     best = max(some["of the matrix rate"] for some in found.values())
     targets = [Target("share of the matrix rate", best, SHARE)] if device == "cuda" else []
-    results = {"device": where, "parameters": parameters, **found, "profiles": profiles}
+    results = {"device": where, **found, "profiles": profiles}
     conclude("gpu/training", results, targets, options)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -27,20 +29,23 @@ def test_the_kernel_gives_what_the_blocks_give(
     model.config.max_position_embeddings = 1024
     (only,) = pack(PAIRS, 10_000, sharing)  # type: ignore[arg-type]
 
-    def found() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def found(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_T = token_logprobs(model, only.to(torch.device("cuda"))).logprobs_T
-        return logprobs_T.detach(), list(torch.autograd.grad(logprobs_T.sum(), model.parameters()))
+        gradients = torch.autograd.grad(logprobs_T.sum(), model.parameters())
+        flat = torch.cat([gradient.float().flatten() for gradient in gradients])
+        return logprobs_T.detach().float(), flat
 
+    varlen.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        fused, gradients = found()
+        fused, fused_gradient = found(model)
     assert "without the fused kernel" not in caplog.text
     monkeypatch.setattr(varlen, "reason_against", lambda *_: "the test compares")
     with caplog.at_level(logging.WARNING):
-        slow, others = found()
+        slow, slow_gradient = found(model)
     assert "the test compares" in caplog.text
-    torch.testing.assert_close(fused, slow, rtol=0, atol=0.05)
-    for one, other in zip(gradients, others, strict=True):
-        cosine = torch.nn.functional.cosine_similarity(
-            one.float().flatten(), other.float().flatten(), 0
-        )
-        assert float(cosine) > 0.99
+    exact, exact_gradient = found(copy.deepcopy(model).float())
+    assert float((fused - exact).abs().mean()) < 1.25 * float((slow - exact).abs().mean())
+    similar = torch.nn.functional.cosine_similarity
+    apart = [1 - float(similar(one, exact_gradient, 0)) for one in (fused_gradient, slow_gradient)]
+    assert apart[0] < 1.5 * apart[1] + 1e-5
+    assert apart[0] < 0.01

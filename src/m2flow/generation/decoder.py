@@ -259,9 +259,10 @@ class Decoder:
         return hidden_NE if bias_E is None else hidden_NE.add_(bias_E)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Logits after each row, in float32 or wider."""
+        """Logits after each row, in float32 or wider; on an accelerator as they are computed."""
         normed_NE = rms_norm(hidden_NE, self.weights.norm, self.architecture.norm_epsilon)
         logits_NV = capped(
             linear(normed_NE, self.weights.prepacked.head), self.architecture.logit_cap
         )
-        return logits_NV if logits_NV.dtype is torch.float64 else logits_NV.float()
+        as_is = logits_NV.is_cuda or logits_NV.dtype is torch.float64
+        return logits_NV if as_is else logits_NV.float()

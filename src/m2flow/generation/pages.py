@@ -80,6 +80,10 @@ class PagedCache:
             (self._rows, self._row_pages), NOBODY, dtype=torch.int32, device=self._device
         )
         self._take(0)
+        if self._device.type == "cuda":
+            # Else torch keeps the memory and cuts from it what others ask for: there would be room
+            # for a budget, but not in one piece.
+            torch.cuda.empty_cache()
 
     def fits(self, lengths: Sequence[int]) -> bool:
         """Whether sequences of so many tokens are within the budget together."""

@@ -23,11 +23,11 @@ _BLOCK = 64
 _LEAST_PART = 256
 """Tokens of a part at least: shorter ones cost more to join than they gain."""
 
-_FEWEST_ROWS = 16
-"""Query heads of a program: the least that a product on tensor cores takes."""
+_LEAST_SIDE = 16
+"""Query heads of a program and channels of a head: the least that tensor cores multiply."""
 
-_PROGRAMS = 4
-"""Of each multiprocessor, before sequences are read in parts."""
+_PROGRAMS = 3
+"""Of each multiprocessor: with fewer, sequences are read in parts."""
 
 
 @triton.jit
@@ -155,14 +155,14 @@ def attend(
         highest, total = torch.empty(2, sequences, heads, parts, device=device)
     else:
         made = highest = total = out_BKGD
-    padded: int = triton.next_power_of_2(width)
+    padded = max(_LEAST_SIDE, triton.next_power_of_2(width))
     part_tokens = -(-longest // (parts * _BLOCK)) * _BLOCK
     _attend[(sequences, kv_heads, parts)](
         query_BKGD, key_PSKD, value_PSKD, table_BM, length_B, made, highest, total,
         scale, 1.0 if cap is None else cap, part_tokens,
         *query_BKGD.stride()[:2], *key_PSKD.stride()[:3], table_BM.stride(0),
         WINDOW=0 if window is None else window, CAPPED=cap is not None, GROUP=group,
-        ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(group)), WIDTH=width, PADDED=padded,
+        ROWS=max(_LEAST_SIDE, triton.next_power_of_2(group)), WIDTH=width, PADDED=padded,
         PAGE=page, BLOCK=_BLOCK, PARTS=parts, num_warps=4, num_stages=3,
     )  # fmt: skip
     if parts > 1:

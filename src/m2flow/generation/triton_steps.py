@@ -57,16 +57,17 @@ def _rotate(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head, pair = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_PAIRS)
+    channel = tl.arange(0, 2 * PADDED_PAIRS)
     angle = rotation + tl.load(position + row // KV_HEADS) * (2 * PAIRS) + 2 * pair
     cosine = tl.load(angle, mask=pair < PAIRS, other=0.0)[None, :]
     sine = tl.load(angle + 1, mask=pair < PAIRS, other=0.0)[None, :]
-    at = heads + row * row_stride + head[:, None] * (2 * PAIRS) + 2 * pair[None, :]
-    inside = (head < HEADS)[:, None] & (pair < PAIRS)[None, :]
-    real = tl.load(at, mask=inside, other=0.0)
-    imaginary = tl.load(at + 1, mask=inside, other=0.0)
-    x, y = real.to(tl.float32), imaginary.to(tl.float32)
-    tl.store(at, (x * cosine - y * sine).to(real.dtype), inside)
-    tl.store(at + 1, (x * sine + y * cosine).to(real.dtype), inside)
+    at = heads + row * row_stride + head[:, None] * (2 * PAIRS) + channel[None, :]
+    inside = (head < HEADS)[:, None] & (channel < 2 * PAIRS)[None, :]
+    found = tl.load(at, mask=inside, other=0.0)
+    x, y = tl.split(found.to(tl.float32).reshape(PADDED_HEADS, PADDED_PAIRS, 2))
+    turned = tl.join(x * cosine - y * sine, x * sine + y * cosine)
+    turned = turned.reshape(PADDED_HEADS, 2 * PADDED_PAIRS)
+    tl.store(at, turned.to(found.dtype), inside)
 
 
 def rotate(qkv_YSD: Tensor, rotation_PC: Tensor, position_N: Tensor) -> None:
@@ -87,7 +88,7 @@ def rotate(qkv_YSD: Tensor, rotation_PC: Tensor, position_N: Tensor) -> None:
         qkv_YSD, torch.view_as_real(rotation_PC), position_N, heads * width, HEADS=heads - 1,
         KV_HEADS=rows // len(position_N), PAIRS=pairs,
         PADDED_HEADS=triton.next_power_of_2(heads - 1), PADDED_PAIRS=triton.next_power_of_2(pairs),
-        num_warps=1,
+        num_warps=4,
     )  # fmt: skip
 
 
