@@ -206,6 +206,9 @@ MEANING = {
     "third more arithmetic; `null`: on accelerators",
     "training.optimizer_on_host": "keep master copies and moments in host memory, where the CPU "
     "steps them: 6 bytes of an accelerator for each 16-bit parameter in place of 18",
+    "training.fused_kernels": "compute norms, rotary embeddings and MLPs of Llama, Mistral, Qwen2 "
+    "and Qwen3 by Liger's kernels on CUDA (`pip install 'm2flow[liger]'`), in layouts other than "
+    "`tpN`; `null`: where they can be used; `true`: refuse the run where not",
     "training.moments": "`8bit` keeps the optimizer's moments in 8 bits: 2 bytes of a parameter in "
     "place of 8; needs torchao (`pip install 'm2flow[torchao]'`)",
     "training.rounding": "`stochastic` steps bfloat16 weights themselves, rounded at random so "

@@ -76,7 +76,7 @@ class Work:
 
 
 WORK = {
-    "cuda": Work("cuda", "gpu:1", 64, 16, 4, 1000, 4096, 1, 512, 16384, 4, "80GB"),
+    "cuda": Work("cuda", "gpu:1", 64, 16, 4, 1000, 4096, 1, 512, 8192, 4, "80GB"),
     "cpu": Work("cpu", "cpu:1", 4, 4, 2, 20, 64, 1, 16, 1024, 4, "4MB"),
 }
 DEVICES = ("H200", "H100", "B200", "A100-80GB", "L40S")
@@ -109,6 +109,7 @@ def keys_of(work: Work, model: Path) -> list[str]:
         *(f"minibatches={work.minibatches}", f"generation.max_new_tokens={work.tokens}"),
         *(f"generation.max_running={work.running}", "optimizer.learning_rate=1e-6"),
         *(f"training.tokens_per_microbatch={work.microbatch}", "evaluation.problems=0"),
+        "training.gradient_checkpointing=false",  # the device has room for a micro-batch's
         *(f"steps={work.steps + 1}", "checkpoint.every=1000", "journal_gb=0"),
         *([f"lane_memory={work.lane_memory}"] if work.lane_memory else []),
     ]

@@ -27,6 +27,7 @@ from harness import Target, arguments, conclude, table
 
 from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.models.shape import PUBLISHED
+from m2flow.training.fused import fuse
 from m2flow.training.optimizer import AdamWConfig
 from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig
 from m2flow.training.rollouts import TokenRollouts
@@ -117,11 +118,7 @@ def measured(
     """Figures of mini-batches, and a profile of one with two answers."""
     model = model_of(work, device)
     if fused:
-        from liger_kernel.transformers import monkey_patch
-
-        monkey_patch._apply_liger_kernel_to_instance(
-            model, cross_entropy=False, fused_linear_cross_entropy=False
-        )
+        fuse(model, device, wanted=True)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = PolicyTrainerConfig(
         optimizer=AdamWConfig(learning_rate=1e-6),
@@ -165,7 +162,7 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     profiles: dict[str, dict[str, Any]] = {}
     ways = {"activations kept": (False, False), "computed again": (True, False)}
-    if device == "cuda" and find_spec("liger_kernel"):  # last: it changes transformers' own modules
+    if device == "cuda" and find_spec("liger_kernel"):  # last: the rotary embedding stays Liger's
         ways["activations kept, Liger's kernels"] = (False, True)
     for name, (again, fused) in ways.items():
         found[name], profiles[name] = measured(work, rollouts, device, again, fused)

@@ -29,13 +29,18 @@ class Clock(TrainerCallback):
     """Seconds of each generation and the optimizer steps that it feeds."""
 
     def __init__(self, optimizer_steps: int) -> None:
-        self.optimizer_steps = optimizer_steps
+        self.optimizer_steps, self.began = optimizer_steps, time.perf_counter()
         self.starts: list[float] = []
         self.judged: list[float] = []
         self.lengths: list[list[int]] = []
 
+    def say(self, what: str) -> None:
+        """Onto standard error, so that a run that is cut short tells how far it came."""
+        print(f"{time.perf_counter() - self.began:.1f} s: {what}", file=sys.stderr, flush=True)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Before each optimizer step."""
+        self.say(f"optimizer step {state.global_step} begins")
         if state.global_step % self.optimizer_steps == 0:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -46,6 +51,7 @@ class Clock(TrainerCallback):
         if len(self.lengths) < len(self.starts):
             self.lengths.append([])
             self.judged.append(time.perf_counter())
+            self.say("answers are there")
         self.lengths[-1] += [len(ids) for ids in completion_ids]
         return [even("", "", ids, {}) for ids in completion_ids]
 

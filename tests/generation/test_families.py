@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma2ForCausalLM
 
 from m2flow.generation import attention, kernels, kv_cache
 from m2flow.generation.native import NativeEngine
@@ -60,6 +61,13 @@ def check_greedy(name: str, count: int) -> None:
             pad_token_id=0,
         )  # fmt: skip
         assert done[one.id].token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
+
+
+def test_the_reference_caps_scores_though_transformers_prefers_sdpa(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)
+    assert small_model("gemma2").config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -28,6 +28,7 @@ from transformers import (
     Qwen2Config,
     Qwen3MoeConfig,
     T5Config,
+    cache_utils,
 )
 
 from m2flow.errors import UserError
@@ -243,6 +244,11 @@ def test_a_notice_says_that_it_is_slower() -> None:
         assert notice is not None, name
         assert "transformers' own forward pass, which is slower" in notice
     assert check_supported(Qwen2Config().to_dict()) is None
+
+
+def test_a_transformers_without_dummy_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cache_utils, "DummyLayer", raising=False)
+    assert check_supported(GPT2Config().to_dict()) is not None
 
 
 def test_it_is_not_divided() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from m2flow.generation import captured, paged_attention
+from m2flow.generation.architecture import architecture_of
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.pages import PagedCache
 from m2flow.generation.records import Completion, Request, SamplingParams
@@ -193,31 +197,45 @@ def test_the_kernel_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "cap", "reason"),
+    ("device", "dtype", "width", "reason"),
     [
-        ("cpu", torch.bfloat16, None, "runs on CUDA"),
-        ("cuda", torch.float32, None, "bfloat16 or float16, not torch.float32"),
-        ("cuda", torch.bfloat16, 30.0, "does not cap scores"),
-        ("cuda", torch.bfloat16, None, None),
+        ("cpu", torch.bfloat16, 8, "runs on CUDA"),
+        ("cuda", torch.float32, 8, "bfloat16 or float16, not torch.float32"),
+        ("cuda", torch.bfloat16, 512, "at most 256 channels"),
+        ("cuda", torch.bfloat16, 8, None),
     ],
 )
 def test_where_pages_are_kept(
-    device: str, dtype: torch.dtype, cap: float | None, reason: str | None
+    device: str,
+    dtype: torch.dtype,
+    width: int,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dataclasses import replace
-
-    from m2flow.generation.architecture import architecture_of
-
-    a = replace(architecture_of(MODEL.config), score_cap=cap)
+    monkeypatch.setattr(paged_attention, "reader_of", lambda _: read_pages)
+    a = replace(architecture_of(MODEL.config), head_dim=width)
     said = paged_attention.reason_against(a, dtype, torch.device(device))
-    if paged_attention._kernel() is None and reason is None:
-        reason = "torch 2.13"
     assert (said is None) == (reason is None)
     assert reason is None or reason in str(said)
 
 
+def test_who_reads_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's kernel where there is one and scores are not capped, else Triton's, else nobody."""
+    a = architecture_of(MODEL.config)
+    for kernel, cap, triton, expected in (
+        (True, None, True, "torch"), (False, None, True, "triton"), (True, 30.0, True, "triton"),
+        (False, None, False, None), (True, 30.0, False, None), (True, None, False, "torch"),
+    ):  # fmt: skip
+        monkeypatch.setattr(paged_attention, "_kernel", lambda kernel=kernel: kernel or None)
+        in_triton = SimpleNamespace(attend=read_pages) if triton else None
+        monkeypatch.setitem(sys.modules, "m2flow.generation.triton_attention", in_triton)
+        found = paged_attention.reader_of(replace(a, score_cap=cap))
+        assert (
+            found is {"torch": paged_attention.attend, "triton": read_pages, None: None}[expected]
+        )
+
+
 def test_slots_on_a_gpu_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    from m2flow.generation.architecture import architecture_of
     from m2flow.generation.native import _page_reader
 
     a = architecture_of(MODEL.config)

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from m2flow.algorithms.ppo import CriticLoss
+from m2flow.errors import UserError
 from m2flow.flow import Gang, Place
 from m2flow.models.critic import critic_of
 from m2flow.runtime.transport.groups import LaneGroups
 from m2flow.runtime.weights.manifest import describe, local_tensor
 from m2flow.training.policy import PolicyTrainer
 from m2flow.training.sharded import WHOLE, Shards, whole_weights
+from m2flow.training.tensor_parallel import _plan_of
 from m2flow.training.values import ValueTargets, ValueTrainer
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.workers import Learner, ModelSource
@@ -323,3 +325,14 @@ def test_adapters_are_not_trained_by_lanes_that_divide_in_two_ways() -> None:
     assert names == [
         *("one", "fsdp2", "fsdp3", "fsdp4", "tp2", "tp3", "tp4", "cp2", "cp3", "cp4"),
     ]
+
+
+def test_a_plan_may_name_the_embedding_and_other_kinds_are_refused() -> None:
+    """Some versions of transformers name it in the plan of a tied model; it is divided anyway."""
+    model: Any = make_model()
+    layers = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+    model.config.base_model_tp_plan = {**layers, "embed_tokens": "embedding_rowwise"}
+    assert _plan_of(model) == layers
+    model.config.base_model_tp_plan = {**layers, "layers.*.mlp.gate_proj": "embedding_rowwise"}
+    with pytest.raises(UserError, match="cannot be divided over lanes"):
+        _plan_of(model)

@@ -79,14 +79,15 @@ def draw(
     Logits have at most 32 bits, and the temperature is not 0.
     """
     rows, vocabulary = logits_BV.shape
-    assert logits_BV.stride(1) == seed_B.stride(0) == position_B.stride(0) == 1
+    assert logits_BV.stride(1) == 1
     assert logits_BV.dtype is not torch.float64
     blocks = triton.cdiv(vocabulary, _BLOCK)
     token_B = torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
     logprob_B = torch.empty(rows, dtype=torch.float32, device=logits_BV.device)
     sums = torch.empty(rows, blocks, dtype=torch.float64, device=logits_BV.device)
     _sample[(rows,)](
-        logits_BV, seed_B, position_B, token_B, logprob_B, sums, logits_BV.stride(0),
+        logits_BV, seed_B.contiguous(), position_B.contiguous(), token_B, logprob_B, sums,
+        logits_BV.stride(0),
         INVERSE=1.0 / temperature, VOCABULARY=vocabulary, BLOCK=_BLOCK, BLOCKS=blocks,
         PADDED_BLOCKS=triton.next_power_of_2(blocks), num_warps=16,
     )  # fmt: skip

@@ -11,6 +11,10 @@ from typing import Any
 
 from m2flow.errors import UserError
 
+CACHE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
+"""Layers that keep keys and values of each token, or nothing; by name, as not every transformers
+has each."""
+
 OTHER_ENGINE = "take a model of another kind, or see if vLLM knows it: generation.engine: vllm"
 
 
@@ -55,7 +59,6 @@ def check_causal_lm(config: Mapping[str, Any]) -> None:
         UserError: names the key of the configuration, and what would do.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
-    from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
     kind = config.get("model_type")
     if config.get("is_encoder_decoder"):
@@ -81,8 +84,8 @@ def check_causal_lm(config: Mapping[str, Any]) -> None:
             value=kind,
             expected="its text model in a folder of its own, such as gemma3_text of gemma3",
         )
-    types = {type(layer) for layer in DynamicCache(config=made).layers}
-    if model._is_stateful or types - {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer}:
+    types = {type(layer).__name__ for layer in DynamicCache(config=made).layers}
+    if model._is_stateful or types - CACHE_LAYERS:
         raise UserError(
             "layers keep a state, and not keys and values of each token, so requests of different "
             "lengths cannot share a batch",

@@ -158,7 +158,7 @@ class Decoder:
             cache: takes the new keys and values.
 
         Returns:
-            logits_BV in float32, or float64 for float64 weights.
+            logits_BV.
         """
         return self.logits(self.advance(token_N, position_N, num_running, cache))[:num_running]
 
@@ -259,10 +259,6 @@ class Decoder:
         return hidden_NE if bias_E is None else hidden_NE.add_(bias_E)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Logits after each row, in float32 or wider; on an accelerator as they are computed."""
+        """Logits after each row, in the dtype of the weights."""
         normed_NE = rms_norm(hidden_NE, self.weights.norm, self.architecture.norm_epsilon)
-        logits_NV = capped(
-            linear(normed_NE, self.weights.prepacked.head), self.architecture.logit_cap
-        )
-        as_is = logits_NV.is_cuda or logits_NV.dtype is torch.float64
-        return logits_NV if as_is else logits_NV.float()
+        return capped(linear(normed_NE, self.weights.prepacked.head), self.architecture.logit_cap)

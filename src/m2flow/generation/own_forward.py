@@ -65,6 +65,8 @@ class OwnForward:
         config = copy.deepcopy(config)
         if dtype is torch.float64 and hasattr(config, "num_experts"):
             config._experts_implementation = "eager"  # there is no grouped product in float64
+        if getattr(config, "attn_logit_softcapping", None):
+            config._attn_implementation = "eager"  # up to 5.20 the fused kernel drops the cap
         with no_init_weights(), device:
             made = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
             self._model: Any = made.eval()

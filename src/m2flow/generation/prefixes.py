@@ -126,13 +126,8 @@ class Prefixes:
         for order, ids in enumerate(contexts):
             prefilled, _ = self._kept[ids]
             passes.setdefault(id(prefilled), (prefilled, []))[1].append(order)
-        device = self._decoder.device
-        logits_BV = torch.empty(
-            len(sequences),
-            self._decoder.architecture.vocab_size,
-            dtype=self._decoder.logprob_dtype,
-            device=device,
-        )
+        device, some_UV = self._decoder.device, next(iter(passes.values()))[0].logits_UV
+        logits_BV = some_UV.new_empty(len(sequences), some_UV.shape[1])
         for prefilled, orders in passes.values():
             prompts = torch.tensor([self._kept[contexts[i]][1] for i in orders]).to(device)
             targets = torch.tensor(orders, device=device)

@@ -70,7 +70,8 @@ def divide_layers(model: Any, mesh: DeviceMesh) -> set[str]:
 def _plan_of(model: Any) -> dict[str, str]:
     """The body's plan: names of modules with `*` for numbers, and the style of each."""
     plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
-    modules = [name for name, _ in model.base_model.named_modules()]
+    embedding = model.get_input_embeddings()  # divided here, whether the plan has it or not
+    modules = [name for name, one in model.base_model.named_modules() if one is not embedding]
     plan = {name: kind for name, kind in plan.items() if any(fnmatch(m, name) for m in modules)}
     known = {"colwise", "rowwise", DIVIDED_INPUT}
     if not plan or set(plan.values()) - known:

@@ -146,6 +146,17 @@ def test_without_torchao_nothing_is_started(
     assert not (tmp_path / "run").exists()
 
 
+def test_without_liger_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("m2flow.training.fused.importlib.util.find_spec", lambda _: None)
+    words = {**TINY, "generation": {"max_new_tokens": 6}}
+    recipe = ReasoningRecipe.model_validate({**words, "training": {"fused_kernels": True}})
+    wanted = r"training\.fused_kernels: liger-kernel is not installed .*'m2flow\[liger\]'"
+    for start in (lambda: train(recipe, run_dir=tmp_path / "run"), lambda: describe(recipe)):
+        with pytest.raises(UserError, match=wanted):
+            start()
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

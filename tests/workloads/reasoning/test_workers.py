@@ -17,6 +17,7 @@ import torch
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch, Place, Ragged
 from m2flow.rewards.reward import WeightedReward
+from m2flow.training.division import Division
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.workers import (
     OUTCOME,
@@ -686,3 +687,35 @@ def test_the_cache_keeps_within_the_memory_of_its_lane(
     assert _cache_bytes(None, place, weights) == pytest.approx(expected)
     assert _cache_bytes(2.5, place, weights) == 2_500_000_000
     assert _cache_bytes(None, Place()) is None
+
+
+@pytest.mark.parametrize("kind", [Learner, Critic, Reference])
+def test_all_that_compute_logprobs_or_values_take_the_same_kernels(
+    kind: Any, tiny_recipe: MakeRecipe, warmed: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr("m2flow.training.fused.fuse", lambda *given: asked.append(given))
+    for setting in (None, False, True):
+        recipe = tiny_recipe(training={"fused_kernels": setting})
+        worker = loaded(kind(warmed, recipe))
+        assert asked.pop() == (worker.policy, "cpu", Division(), setting)
+
+
+@pytest.mark.parametrize("kind", [Learner, Critic, Reference])
+def test_fused_kernels_that_are_asked_for_on_a_cpu_are_refused(
+    kind: Any, tiny_recipe: MakeRecipe, warmed: ModelSource
+) -> None:
+    recipe = tiny_recipe(training={"fused_kernels": True})
+    with pytest.raises(UserError, match=r"training\.fused_kernels: .*they run on CUDA"):
+        loaded(kind(warmed, recipe))
+
+
+def test_layers_are_not_divided_where_fused_kernels_are_asked_for(
+    tiny_recipe: MakeRecipe, warmed: ModelSource
+) -> None:
+    def names(setting: bool | None) -> set[str]:
+        recipe = tiny_recipe(training={"fused_kernels": setting})
+        return {layout.name for layout in Learner(warmed, recipe).layouts("gpu", 4)}
+
+    assert names(None) - names(True) == {"tp2", "tp2.fsdp2", "tp3", "tp4"}
+    assert names(False) == names(None)

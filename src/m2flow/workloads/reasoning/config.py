@@ -372,6 +372,8 @@ class TrainingSection(Section):
     With `gradient_checkpointing` activations are computed again in the backward pass, which takes a
     third more arithmetic and leaves the memory to longer micro-batches; null: on accelerators.
     With `optimizer_on_host` the optimizer's state is in host memory, and the CPU takes its steps.
+    With `fused_kernels` policy, reference and critic compute by Liger's kernels, on CUDA; null:
+    where these can be used; true refuses a run that could not use them.
 
     Two settings, which need torchao, change the result: `moments: 8bit` keeps the optimizer's
     moments in 8 bits, and `rounding: stochastic` steps bfloat16 weights without float32 copies.
@@ -383,6 +385,7 @@ class TrainingSection(Section):
     recompute_logprobs: Flag = False
     gradient_checkpointing: Flag | None = None
     optimizer_on_host: Flag = False
+    fused_kernels: Flag | None = None
     moments: Literal["float32", "8bit"] = "float32"
     rounding: Literal["nearest", "stochastic"] = "nearest"
 

@@ -62,6 +62,10 @@ class Reasoning:
             from m2flow.training.torchao_adamw import check_installed as check_torchao
 
             check_torchao(key)
+        if recipe.training.fused_kernels:
+            from m2flow.training.fused import check_installed as check_liger
+
+            check_liger()
 
     def lacking(self, recipe: ReasoningRecipe) -> Sequence[str]:
         found = lacking(recipe)

@@ -18,7 +18,8 @@ class Reference(Divided):
         super().load(place)
         from m2flow.runtime.lane.state import MovableState, module_tensors
 
-        self.policy, self.shards = divided(place, self.model, self.model.load)
+        fused = self.recipe.training.fused_kernels
+        self.policy, self.shards = divided(place, self.model, self.model.load, fused=fused)
         self.state = MovableState(lambda: module_tensors(self.policy), place, frozen=True)
 
     @stage

@@ -236,7 +236,10 @@ class Divided(Worker):
 
     def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
         shape = self.shape or known_shape(self.recipe)
-        return [layout_of(division, shape) for division in divisions_of(lanes, shape)]
+        divisions = divisions_of(lanes, shape)
+        if self.recipe.training.fused_kernels:  # they compute no layer that is divided
+            divisions = (division for division in divisions if division.tp == 1)
+        return [layout_of(division, shape) for division in divisions]
 
     def offload(self) -> None:
         self.state.offload()
@@ -249,22 +252,35 @@ class Divided(Worker):
         return num_bytes
 
 
-def divided(place: Place, source: ModelSource, load: Callable[..., Any]) -> tuple[Any, Shards]:
+def divided(
+    place: Place, source: ModelSource, load: Callable[..., Any], *, fused: bool | None = False
+) -> tuple[Any, Shards]:
     """A model in evaluation mode, divided where the worker stands on gangs of several lanes.
 
     Args:
         place: where the worker stands.
         source: where the model comes from.
         load: `load` or `load_critic` of that.
+        fused: whether it is computed by fused kernels, `training.fused_kernels` of a recipe.
+
+    Raises:
+        UserError: fused kernels are asked for and cannot compute the model here.
     """
+    from m2flow.training.fused import fuse
     from m2flow.training.sharded import Shards
 
     shards = Shards.of(place.gang)
+
+    def loaded(*, stays: bool = True) -> Any:
+        model = load(place.device, stays=stays).eval()
+        fuse(model, place.device, shards.division, fused)
+        return model
+
     if shards.size == 1 and place.device == "cpu":  # what is loaded stays where it is
-        return load(place.device).eval(), shards
+        return loaded(), shards
     with in_turn(place, source):
         if shards.size == 1:
-            return load(place.device).eval(), shards
-        model = load(place.device, stays=False).eval()  # moves to the device piece by piece
+            return loaded(), shards
+        model = loaded(stays=False)  # moves to the device piece by piece
         shards.shard(model)
         return model, shards

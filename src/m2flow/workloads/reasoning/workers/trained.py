@@ -66,7 +66,8 @@ class Trained(Divided):
         from m2flow.training.skipping import Skips
 
         self._skips = Skips(self.recipe.max_skipped_updates)
-        self.policy, self.shards = divided(place, self.model, load)
+        fused = self.recipe.training.fused_kernels
+        self.policy, self.shards = divided(place, self.model, load, fused=fused)
         self.trainer = make_trainer(self.policy, self.shards)
         if self.checkpoint is not None:
             self._go_on_from(self.checkpoint)

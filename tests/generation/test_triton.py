@@ -1,0 +1,141 @@
+"""The Triton kernels of decoding, by Triton's interpreter: what torch's own operations give.
+
+The interpreter runs the kernels' own code on the CPU, in NumPy; its products of bfloat16 are wrong,
+so dtypes here are float32 and float16. That they compile, and how fast they are, a GPU tells.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from m2flow.algorithms import sampling
+from m2flow.generation import kernels, pages
+from m2flow.generation.native import NativeEngine
+from m2flow.generation.records import Completion
+from tests.generation.page_reader import read_pages
+from tests.generation.small_models import drain, small_model
+from tests.generation.test_captured import requests
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("kernels are compiled here: tests/gpu has them", allow_module_level=True)
+
+from m2flow.algorithms import triton_sampling
+from m2flow.generation import triton_attention, triton_steps
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("heads", "width", "cap"), [((12, 2), 64, None), ((4, 4), 8, 5.0)])
+def test_attention_over_pages(
+    heads: tuple[int, int],
+    width: int,
+    cap: float | None,
+    window: int | None,
+    parts: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Groups of heads, windows, capped scores, sequences that are read in parts."""
+    monkeypatch.setattr(triton_attention, "parts_of", lambda *_: parts)
+    torch.manual_seed(0)
+    query_heads, kv_heads = heads
+    lengths = torch.tensor([1, 255, 256, 257, 1000]).int()
+    key, value = torch.randn(24, 256, kv_heads, 2 * width).chunk(2, dim=-1)
+    table = torch.randperm(20).view(5, 4).int() + 1
+    query = torch.randn(5, query_heads, width).unflatten(1, (kv_heads, -1))
+    found = []
+    for read in (triton_attention.attend, read_pages):
+        found.append(torch.full_like(query, torch.nan))
+        read(
+            query, key, value, table, lengths,
+            longest=1024, scale=width**-0.5, window=window, cap=cap, out_BKGD=found[-1],
+        )  # fmt: skip
+    torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("programs", [1, 64, 512, 5000])
+@pytest.mark.parametrize("longest", [64, 512, 4096])
+def test_parts(programs: int, longest: int) -> None:
+    parts = triton_attention.parts_of(programs, longest, 132)
+    assert 1 <= parts <= max(1, longest // 256)
+    assert parts == 1 or programs * parts < 3 * 132 + programs
+
+
+@pytest.mark.parametrize("vocabulary", [2, 18, 5000, 40_000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_draws(vocabulary: int, temperature: float) -> None:
+    """Token for token, also where all but one token are excluded, or many."""
+    torch.manual_seed(0)
+    logits = torch.randn(40, vocabulary) * 3
+    logits[3] = -torch.inf
+    logits[3, vocabulary // 2] = 0.0
+    logits[4, : vocabulary // 2] = -torch.inf
+    logits[5] = 0.0
+    seeds, positions = torch.randint(2**63 - 1, (40,)), torch.randint(5000, (40,))
+    tokens, logprobs = triton_sampling.draw(logits, seeds, positions, temperature)
+    expected = sampling.sample_tokens(logits, seeds, positions, temperature)
+    assert tokens.tolist() == expected[0].tolist()
+    torch.testing.assert_close(logprobs, expected[1], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_logits_that_are_no_distribution_are_told(wrong: float) -> None:
+    logits = torch.zeros(3, 5000)
+    logits[1, 4321] = wrong
+    one = torch.ones(3, dtype=torch.int64)
+    tokens, logprobs = triton_sampling.draw(logits, one, one, 1.0)
+    assert bool(((tokens >= 0) & (tokens < 5000)).all())
+    assert logprobs.isfinite().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "mistral-window"])
+def test_an_engine_draws_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them at once; rows come and go."""
+    model = small_model(name).float()
+
+    def drawn(**options: Any) -> dict[int, Completion]:
+        engine = NativeEngine(model.config, dtype=torch.float32, max_running=5, **options)
+        engine.install(model.state_dict(), 0)
+        engine.submit(requests(6))
+        return drain(engine)
+
+    expected = drawn()
+    for module in (kernels, pages):
+        monkeypatch.setattr(module, "fused", lambda _: triton_steps)
+    monkeypatch.setattr("m2flow.generation.running.sample_tokens", _kernel)
+    found = drawn(read=triton_attention.attend)
+    for number, one in found.items():
+        assert one.token_ids.tolist() == expected[number].token_ids.tolist()
+        torch.testing.assert_close(one.logprobs, expected[number].logprobs, atol=2e-5, rtol=0)
+
+
+def _kernel(logits: Any, seeds: Any, positions: Any, temperature: float, **_: Any) -> Any:
+    return triton_sampling.draw(logits, seeds, positions, temperature)
+
+
+def test_half_precision_rounds_as_torch_does() -> None:
+    """What stands between products, in float16: to the bit but for sums of squares."""
+    torch.manual_seed(0)
+    hidden, made = torch.randn(2, 7, 96).half()
+    weight = torch.randn(96).half()
+    mine = hidden.clone()
+    normed = triton_steps.add_norm(mine, made, weight, 1e-6)
+    assert torch.equal(mine, hidden + made)
+    torch.testing.assert_close(
+        normed, kernels.rms_norm(hidden + made, weight, 1e-6), atol=2e-3, rtol=2e-3
+    )
+    gate_up = torch.randn(5, 2 * 1500).half()
+    torch.testing.assert_close(
+        triton_steps.silu_gate(gate_up), kernels.silu_gate(gate_up), atol=2e-3, rtol=2e-3
+    )
+    qkv = torch.randn(6, 5, 24).half()
+    angle = torch.rand(50, 12) * 6
+    table, position = torch.polar(torch.ones(50, 12), angle), torch.tensor([0, 7, 49])
+    turned = qkv.clone()
+    triton_steps.rotate(turned, table, position)
+    kernels.Rotation(table, position, 2).turn(qkv)
+    torch.testing.assert_close(turned, qkv, atol=2e-3, rtol=2e-3)
