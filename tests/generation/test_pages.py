@@ -220,16 +220,18 @@ def test_where_pages_are_kept(
 
 
 def test_who_reads_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's kernel where there is one and scores are not capped, else Triton's, else nobody."""
+    """Torch's kernel where there is one for such heads, else Triton's, else nobody."""
     a = architecture_of(MODEL.config)
-    for kernel, cap, triton, expected in (
-        (True, None, True, "torch"), (False, None, True, "triton"), (True, 30.0, True, "triton"),
-        (False, None, False, None), (True, 30.0, False, None), (True, None, False, "torch"),
+    for kernel, cap, width, triton, expected in (
+        (True, None, 8, True, "torch"), (False, None, 8, True, "triton"),
+        (True, 30.0, 8, True, "triton"), (True, None, 12, True, "triton"),
+        (False, None, 8, False, None), (True, 30.0, 8, False, None),
+        (True, None, 8, False, "torch"),
     ):  # fmt: skip
         monkeypatch.setattr(paged_attention, "_kernel", lambda kernel=kernel: kernel or None)
         in_triton = SimpleNamespace(attend=read_pages) if triton else None
         monkeypatch.setitem(sys.modules, "m2flow.generation.triton_attention", in_triton)
-        found = paged_attention.reader_of(replace(a, score_cap=cap))
+        found = paged_attention.reader_of(replace(a, score_cap=cap, head_dim=width))
         assert (
             found is {"torch": paged_attention.attend, "triton": read_pages, None: None}[expected]
         )

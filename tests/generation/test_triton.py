@@ -24,8 +24,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled here: tests/gpu has them", allow_module_level=True)
 
-from m2flow.algorithms import triton_sampling
-from m2flow.generation import triton_attention, triton_steps
+from m2flow.generation import triton_attention, triton_sampling, triton_steps
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -105,16 +104,15 @@ def test_an_engine_draws_the_same(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
     expected = drawn()
     for module in (kernels, pages):
-        monkeypatch.setattr(module, "fused", lambda _: triton_steps)
-    monkeypatch.setattr("m2flow.generation.running.sample_tokens", _kernel)
+        monkeypatch.setattr(module, "fused", interpreted)
     found = drawn(read=triton_attention.attend)
     for number, one in found.items():
         assert one.token_ids.tolist() == expected[number].token_ids.tolist()
         torch.testing.assert_close(one.logprobs, expected[number].logprobs, atol=2e-5, rtol=0)
 
 
-def _kernel(logits: Any, seeds: Any, positions: Any, temperature: float, **_: Any) -> Any:
-    return triton_sampling.draw(logits, seeds, positions, temperature)
+def interpreted(_: Any, name: str = "triton_steps") -> Any:
+    return {"triton_steps": triton_steps, "triton_sampling": triton_sampling}[name]
 
 
 def test_half_precision_rounds_as_torch_does() -> None:

@@ -66,3 +66,18 @@ def test_an_engine_keeps_pages_and_records_its_steps() -> None:
         found.append(drain(engine))
     for number, one in found[0].items():
         assert (one.token_ids[:20] == found[1][number].token_ids[:20]).float().mean() > 0.9
+
+
+def test_a_budget_is_there_again_after_others_took_memory() -> None:
+    """Else what torch keeps of it is cut up by whoever comes next, such as a learner's state."""
+    model = small_model("qwen2").to(torch.bfloat16)
+    budget = int(0.4 * torch.cuda.mem_get_info()[0])
+    device = torch.device("cuda:0")
+    engine = NativeEngine(model.config, dtype=torch.bfloat16, device=device, cache_bytes=budget)
+    engine.install(model.state_dict(), 0)
+    others = []
+    for _ in range(3):
+        engine.submit([Request(0, [1, 2, 3], 0, SamplingParams(4))])
+        drain(engine)
+        others.append(torch.empty(1 << 28, dtype=torch.uint8, device=device))
+    assert len(others) == 3

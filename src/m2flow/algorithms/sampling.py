@@ -10,8 +10,7 @@ Legend: B batch, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -138,10 +137,6 @@ def sample_tokens(
             drawn token in that distribution, under temperature 1 and with all tokens where it is
             greedy. NaN where the logits are not a distribution.
     """
-    kernels = _kernels() if logits_BV.is_cuda and logits_BV.dtype is not torch.float64 else None
-    if kernels is not None and temperature and not (top_k or top_p < 1 or min_p):
-        drawn: tuple[Tensor, Tensor] = kernels.draw(logits_BV, seed_B, position_B, temperature)
-        return drawn
     logits64_BV = logits_BV.to(torch.float64)
     if temperature == 0:
         prob_BV = torch.softmax(logits64_BV, dim=-1)
@@ -154,16 +149,6 @@ def sample_tokens(
         token_B = _invert_cdf(prob_BV, uniform(seed_B, position_B))
     logprob_B = prob_BV.gather(1, token_B.unsqueeze(1)).squeeze(1).log_()
     return token_B, logprob_B.to(torch.promote_types(logits_BV.dtype, torch.float32))
-
-
-@cache
-def _kernels() -> Any:
-    """`triton_sampling`; None where Triton is not installed."""
-    try:
-        from m2flow.algorithms import triton_sampling
-    except ImportError:
-        return None
-    return triton_sampling
 
 
 def likeliest(prob_BV: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:

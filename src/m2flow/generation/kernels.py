@@ -6,19 +6,23 @@ are up to 2.5 times as fast by it, small ones slower. oneDNN compiles a kernel f
 rows, so callers round theirs with `padded_rows`.
 
 On CUDA what stands between the products is one kernel each where Triton is installed, as it is with
-torch for CUDA (`triton_steps`); by torch's own operations it is three to six.
+torch for CUDA (`triton_steps`, `triton_sampling`); by torch's own operations it is three to six,
+and a draw some forty.
 
 Legend: N rows, I input features, O output features, E normalised channels.
 """
 
 from __future__ import annotations
 
+import importlib
 from functools import cache, cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from m2flow.algorithms.sampling import sample_tokens as sampling_by_torch
 
 _MIN_PADDED = 16
 _ROW_STEP = 8
@@ -83,19 +87,39 @@ def rms_norm(input_E: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
 
 
 @cache
-def triton_steps() -> Any:
-    """The module of that name; None where Triton is not installed."""
+def _in_triton(name: str) -> Any:
+    """One of our modules in Triton; None where that is not installed."""
     try:
-        from m2flow.generation import triton_steps as found
+        return importlib.import_module(f"m2flow.generation.{name}")
     except ImportError:
         return None
-    return found
 
 
-def fused(like: Tensor) -> Any:
-    """`triton_steps` where it computes with such tensors, else None."""
+def fused(like: Tensor, name: str = "triton_steps") -> Any:
+    """The module of that name where it computes with such tensors, else None."""
     suits = like.is_cuda and like.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return triton_steps() if suits else None
+    return _in_triton(name) if suits else None
+
+
+def sample_tokens(
+    logits_BV: Tensor,
+    seed_B: Tensor,
+    position_B: Tensor,
+    temperature: float,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """token_B and logprob_B as `sampling.sample_tokens` has them."""
+    if temperature and not (top_k or top_p < 1 or min_p):
+        sampling = fused(logits_BV, "triton_sampling")
+        if sampling is not None:
+            drawn: tuple[Tensor, Tensor] = sampling.draw(logits_BV, seed_B, position_B, temperature)
+            return drawn
+    return sampling_by_torch(
+        logits_BV, seed_B, position_B, temperature, top_k=top_k, top_p=top_p, min_p=min_p
+    )
 
 
 def add_norm(hidden_NE: Tensor, made_NE: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:

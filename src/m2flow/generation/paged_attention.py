@@ -1,7 +1,7 @@
 """Attention of a new token of each sequence over pages of keys and values.
 
 What reads them on CUDA follows each sequence's row in a table of pages: torch's own kernel
-(FlashAttention, torch 2.13), or where torch is older or scores are capped one in Triton
+(FlashAttention, torch 2.13), or where torch is older or has none for such heads one in Triton
 (`triton_attention`). It reads the tokens that a sequence has, and none that a longer one beside it
 would need.
 
@@ -23,8 +23,8 @@ from m2flow.generation.architecture import Architecture
 PAGE = 256
 """Tokens of a page: the kernel wants a multiple of it."""
 
-WIDEST = 256
-"""Largest head dimension of the kernel."""
+WIDEST, STEP = 256, 8
+"""Head dimensions: the largest, and what torch's kernel wants a multiple of."""
 
 
 class PageReader(Protocol):
@@ -82,7 +82,7 @@ def reason_against(a: Architecture, dtype: torch.dtype, device: torch.device) ->
 
 def reader_of(a: Architecture) -> PageReader | None:
     """What attends over pages on CUDA; None where neither torch nor Triton has it."""
-    if _kernel() is not None and a.score_cap is None:
+    if _kernel() is not None and a.score_cap is None and a.head_dim % STEP == 0:
         return attend
     try:
         from m2flow.generation.triton_attention import attend as attend_in_triton

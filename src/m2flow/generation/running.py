@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m2flow.algorithms.sampling import sample_tokens
 from m2flow.generation.captured import COLUMN_STEP, Size, padded_count
-from m2flow.generation.kernels import padded_rows
+from m2flow.generation.kernels import padded_rows, sample_tokens
 from m2flow.generation.kv_cache import KVCache, RowSpan
 from m2flow.generation.own_forward import OwnSlots
 from m2flow.generation.pages import PagedCache

@@ -1,11 +1,10 @@
 """Norms, rotary embeddings and gated MLPs of a transformers model, on CUDA by Liger's kernels.
 
-Each is one Triton kernel in place of several operations, and keeps less for the backward pass (Hsu et al.,
-"Liger Kernel", arXiv 2410.10989). Results differ by rounding. Losses are not Liger's: `forward` has
-its own head. Liger works by replacement: forwards of the model at hand, and names in transformers'
-module for the whole process. Those names are put back, so that a model made later is transformers'
-own, but for the rotary embedding, which a forward looks up there: it is Liger's for tensors on
-CUDA alone.
+Each is one Triton kernel in place of several operations, and keeps less for the backward pass (Hsu
+et al., "Liger Kernel", arXiv 2410.10989). Results differ by rounding. Losses are not Liger's:
+`forward` has its own head. Liger replaces forwards of the model at hand, and names in transformers'
+module for the whole process. The names are put back, so that a model made later is transformers'
+own, except the rotary embedding, which a forward looks up there: it is Liger's for tensors on CUDA.
 """
 
 from __future__ import annotations
@@ -115,8 +114,9 @@ def _installed() -> bool:
 
 
 def _replace(model: Any) -> None:
+    from liger_kernel import transformers as liger
+
     kind = model.config.model_type
-    liger: Any = importlib.import_module("liger_kernel.transformers")
     module: Any = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     own = dict(vars(module))
     replace = getattr(liger, f"apply_liger_kernel_to_{kind}")

@@ -21,6 +21,9 @@ _log = logging.getLogger(__name__)
 WIDEST = 256
 """Largest head dimension of the kernel."""
 
+STEP = 8
+"""Head dimensions come in multiples of it."""
+
 
 def reason_against(query: Tensor, value: Tensor, softcap: float | None = None) -> str | None:
     """Why the kernel cannot attend here; None where it can.
@@ -36,8 +39,9 @@ def reason_against(query: Tensor, value: Tensor, softcap: float | None = None) -
         return f"it computes in bfloat16 or float16, not {query.dtype}"
     if softcap is not None:
         return "it does not cap scores"
-    if value.shape[-1] != query.shape[-1] or query.shape[-1] > WIDEST:
-        return f"its heads are of one width of at most {WIDEST}"
+    width = query.shape[-1]
+    if value.shape[-1] != width or width > WIDEST or width % STEP:
+        return f"its heads are of one width of at most {WIDEST}, a multiple of {STEP}"
     return None if _kernel() is not None else "it wants torch 2.11 or newer"
 
 

@@ -1,4 +1,4 @@
-"""`sampling.sample_tokens` without filters in one Triton kernel, for accelerators.
+"""`sampling.sample_tokens` without filters in one Triton kernel.
 
 By PyTorch's operations a draw from 256 rows of 152,064 logits writes and reads 2 GB in float64, and
 takes a fifth of a decode step of a 1.5B model on an H200. Here a program has a row: it reads the
