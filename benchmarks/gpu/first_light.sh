@@ -6,7 +6,7 @@
 #
 # OUT gets a log for each stage and what it measured, as soon as the stage ends; a stage that fails or takes
 # too long does not end the others. BUDGET is the seconds of them all (530); a stage for which nothing is left is
-# said to be left out. WHEELS is a folder of wheels that are installed for this run alone, beside
+# said to be left out. STAGES names those that are wanted, in words ("tests decode"); by default all. WHEELS is a folder of wheels that are installed for this run alone, beside
 # what the machine's Python has: Ray, pydantic and what else is missing. The last lines are a table.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -21,7 +21,7 @@ if [ -n "$WHEELS" ]; then
   export PYTHONPATH="$SITE:$PYTHONPATH"
 fi
 LANES=$([ "$DEVICE" = cuda ] && echo gpu:1 || echo cpu:1)
-STEPS=$([ "$DEVICE" = cuda ] && echo 40 || echo 2)
+SHORT=$([ "$DEVICE" = cuda ] || echo steps=2 warmup.steps=20)
 SMALL=$([ "$DEVICE" = cuda ] || echo --quick)
 RUNS=$(mktemp -d)
 ROWS=()
@@ -30,6 +30,7 @@ ENDS=$((SECONDS + ${BUDGET:-530}))
 stage() { # NAME SECONDS COMMAND...: run it, keep its log, note how it ended
   local name=$1 limit=$2 began=$SECONDS left=$((ENDS - SECONDS)) code
   shift 2
+  [[ " ${STAGES:-$name} " == *" $name "* ]] || return
   if [ $left -lt 10 ]; then
     ROWS+=("$(printf '%-16s       left out: no time' "$name")")
     return
@@ -79,14 +80,14 @@ export RUNS
 
 stage environment 40 bash -c environment
 stage tests 120 "$PYTHON" -m pytest -q -p no:cacheprovider -m "" tests/gpu
-stage quickstart 120 bash -c "train quickstart recipes/quickstart.yaml lanes=$LANES steps=$STEPS warmup.steps=$([ "$DEVICE" = cuda ] && echo 1500 || echo 20)"
 stage context_switch 60 "$PYTHON" benchmarks/gpu/context_switch.py --device "$DEVICE" $SMALL --out "$OUT/context_switch.json"
 stage training 90 "$PYTHON" benchmarks/gpu/training.py --device "$DEVICE" $SMALL --out "$OUT/training.json"
 if [ "$DEVICE" = cuda ]; then
   stage links 60 "$PYTHON" benchmarks/gpu/links.py --out "$OUT/links.json"
 fi
 stage decode 90 "$PYTHON" benchmarks/gpu/decode.py --device "$DEVICE" --quick --out "$OUT/decode.json"
-stage grpo_step 150 "$PYTHON" benchmarks/gpu/grpo_step.py --device "$DEVICE" --quick --out "$OUT/grpo_step.json"
+stage grpo_step 240 "$PYTHON" benchmarks/gpu/grpo_step.py --device "$DEVICE" $SMALL --out "$OUT/grpo_step.json"
+stage quickstart 180 bash -c "train quickstart recipes/quickstart.yaml lanes=$LANES $SHORT"
 if "$PYTHON" -c "import mani_skill" 2>/dev/null; then
   stage maniskill 60 bash -c "train maniskill recipes/openvla-ppo-maniskill.yaml model=tiny steps=2 lanes=$LANES"
 fi
