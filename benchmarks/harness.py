@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".bench"
 """Starting checkpoints and other things that are slow to make; not under version control."""
 
+RESULTS = "benchmarks/results"
+
 PACKAGES = ("m2flow", "torch", "ray", "transformers")
 
 
@@ -83,20 +85,20 @@ def _version(name: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of the working tree, with a mark where it has changes.
+    """The commit of the working tree, with a mark where it has changes beside results.
 
     Where a tree was copied without its history, M2FLOW_COMMIT says which one it is.
     """
     if named := os.environ.get("M2FLOW_COMMIT"):
         return named
-    answer = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return answer.stdout.strip() or "unknown"
+    found = _git("describe", "--always")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RESULTS}")
+    return (found + "-dirty" * bool(changed)) or "unknown"
+
+
+def _git(*words: str) -> str:
+    answer = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return answer.stdout.strip()
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

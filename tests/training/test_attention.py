@@ -157,6 +157,7 @@ def test_the_kernel_says_what_it_cannot_do() -> None:
     assert "not cap" in str(varlen.reason_against(here, here, 30.0))
     assert "bfloat16" in str(varlen.reason_against(here.float(), here))
     assert "one width" in str(varlen.reason_against(here, here[..., :32]))
+    assert "multiple of 8" in str(varlen.reason_against(here[..., :36], here[..., :36]))
 
 
 def test_attention_on_cuda_without_the_kernel_is_said_once(
