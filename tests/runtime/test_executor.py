@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +99,27 @@ def test_the_withdrawal_of_a_call_that_has_ended_is_answered() -> None:
     lane: Any = LaneExecutor(0, line, None, None)  # type: ignore[arg-type]
     lane._execute(Execute("step", AbortCall(1, (0,))))
     assert line.said == [CallAborted(1, 0)]
+
+
+def test_the_launcher_is_the_first_to_lose_patience() -> None:
+    """A lane that others ask for items, and that says nothing: who waits for whom the launcher
+    tells, whose deadline for a call is the shorter one."""
+    flow, asked = Thinking(worker=Patient()), []
+
+    class There:
+        def ask_alike(self, lane: int, _: Any, seconds: float) -> list[Batch]:
+            asked.append((lane, seconds))
+            return [Batch({"x": [1, 2, 3]})]
+
+    lane: Any = LaneExecutor(0, PlayedLine(), There(), None)  # type: ignore[arg-type]
+    host = LaneHost(0, {"step": flow.trace()}, {"worker": flow.worker})
+    lane._loader = SimpleNamespace(load=lambda *_: host)
+    lane._say = lane._report = lane._close_workers = lambda *_: None
+    lane._load(SimpleNamespace(keep=("worker",), deadline_seconds=12.0, number=1))
+    call = RunCall(1, 0, 0, (0,), (((Part(SOURCE, (0, 1, 2), 3),),),))
+    lane._execute(Execute("step", call))
+    assert asked[0][0] == 3
+    assert asked[0][1] > 12.0
 
 
 class Greedy(Worker):

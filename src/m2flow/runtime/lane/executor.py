@@ -70,6 +70,10 @@ from m2flow.runtime.lane.state.memory import MemoryGauge
 from m2flow.runtime.transport.lines import Line
 from m2flow.runtime.weights.exports import Export
 
+PEER_PATIENCE = 1.5
+"""A lane waits for another one so many times as long as the launcher waits for a call: the launcher
+knows who waits for whom, and is to speak first."""
+
 SILENCE_SECONDS = 2.0
 """Longest that a call in pieces goes on without a word, also where nobody waits for its items."""
 
@@ -160,7 +164,7 @@ class LaneExecutor:
         try:
             gc.unfreeze()
             self._close_workers(order.keep or ())
-            self._deadline_seconds = order.deadline_seconds
+            self._deadline_seconds = PEER_PATIENCE * order.deadline_seconds
             self._host = self._loader.load(order, self._host, state_bytes)
             gc.freeze()  # libraries and workers: to go through them takes 0.1 s
         except BaseException as error:
