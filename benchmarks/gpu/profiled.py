@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ MOST = 30
 """Kernels that are listed."""
 
 
-def kernels_of(action: Callable[[], object], trace: Path | None = None) -> dict[str, Any]:
+def kernels_of(action: Callable[[], object]) -> dict[str, Any]:
     """Run an action once under the profiler.
 
     Args:
         action: waits for the device itself, or not.
-        trace: a file for the timeline, which chrome://tracing and Perfetto read.
 
     Returns:
         `ms`: the action's wall time under the profiler, `busy ms`: of the device in all kernels,
@@ -35,8 +33,6 @@ def kernels_of(action: Callable[[], object], trace: Path | None = None) -> dict[
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         wall = time.perf_counter() - start
-    if trace is not None:
-        found.export_chrome_trace(str(trace))
     on_device = torch.autograd.DeviceType.CUDA if torch.cuda.is_available() else None
     rows = [
         row for row in found.key_averages() if on_device is None or row.device_type == on_device

@@ -46,7 +46,7 @@ def test_logprobs_and_gradients_are_near_float32(
     fuse(model, "cuda:0", wanted=True)
     assert "Liger" in repr(model)
     fused, fused_gradient = found(model)
-    assert float((fused - exact).abs().mean()) < 1.5 * float((plain - exact).abs().mean())
+    assert float((fused - exact).abs().mean()) < 1.25 * float((plain - exact).abs().mean())
     similar = torch.nn.functional.cosine_similarity
     apart = [1 - float(similar(one, exact_gradient, 0)) for one in (fused_gradient, plain_gradient)]
     assert apart[0] < 1.5 * apart[1] + 1e-5

@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m2flow.algorithms.sampling import sample_tokens as sampling_by_torch
+from m2flow.algorithms.sampling import sample_tokens
+from m2flow.generation.records import SamplingParams
 
 _MIN_PADDED = 16
 _ROW_STEP = 8
@@ -101,23 +102,17 @@ def fused(like: Tensor, name: str = "triton_steps") -> Any:
     return _in_triton(name) if suits else None
 
 
-def sample_tokens(
-    logits_BV: Tensor,
-    seed_B: Tensor,
-    position_B: Tensor,
-    temperature: float,
-    *,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
+def draw(
+    logits_BV: Tensor, seed_B: Tensor, position_B: Tensor, params: SamplingParams
 ) -> tuple[Tensor, Tensor]:
-    """token_B and logprob_B as `sampling.sample_tokens` has them."""
+    """token_B and logprob_B of `sampling.sample_tokens`, with the settings of `params`."""
+    temperature, top_k, top_p, min_p = params.distribution
     if temperature and not (top_k or top_p < 1 or min_p):
         sampling = fused(logits_BV, "triton_sampling")
         if sampling is not None:
             drawn: tuple[Tensor, Tensor] = sampling.draw(logits_BV, seed_B, position_B, temperature)
             return drawn
-    return sampling_by_torch(
+    return sample_tokens(
         logits_BV, seed_B, position_B, temperature, top_k=top_k, top_p=top_p, min_p=min_p
     )
 

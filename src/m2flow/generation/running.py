@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from m2flow.generation.captured import COLUMN_STEP, Size, padded_count
-from m2flow.generation.kernels import padded_rows, sample_tokens
+from m2flow.generation.kernels import draw, padded_rows
 from m2flow.generation.kv_cache import KVCache, RowSpan
 from m2flow.generation.own_forward import OwnSlots
 from m2flow.generation.pages import PagedCache
@@ -126,15 +126,7 @@ class RunningBatch:
         """
         token_B, position_B, drawn_B, seed_B = self._state[:, first : len(self)]
         params = self.sequences[0].request.params
-        drawn = sample_tokens(
-            logits_BV,
-            seed_B,
-            drawn_B,
-            params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-        )
+        drawn = draw(logits_BV, seed_B, drawn_B, params)
         new_token_B, logprob_B = self._parallel.agree(*drawn)
         token_B.copy_(new_token_B)
         position_B.add_(1)

@@ -32,6 +32,9 @@ mixtures get other experts from it, and of Gemma 3 it takes no critic."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+WHOLE = Division()
+"""A model on one lane."""
+
 _ROTARY = "apply_rotary_pos_emb"
 
 
@@ -50,7 +53,7 @@ def check_installed() -> None:
         )
 
 
-def reason_against(model: Any, device: str, division: Division = Division()) -> str | None:  # noqa: B008
+def reason_against(model: Any, device: str, division: Division = WHOLE) -> str | None:
     """Why Liger's kernels cannot compute a model; None where they can.
 
     Args:
@@ -79,7 +82,7 @@ def reason_against(model: Any, device: str, division: Division = Division()) -> 
 def fuse(
     model: Any,
     device: str,
-    division: Division = Division(),  # noqa: B008  (frozen)
+    division: Division = WHOLE,
     wanted: bool | None = None,
 ) -> None:
     """Have a model compute by Liger's kernels, in place.
