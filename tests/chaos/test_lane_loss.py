@@ -178,12 +178,12 @@ class Learner(Worker):
         self.death.at("asked", self.steps // 2)
         return self.w
 
-    def save(self, folder: Path) -> None:
+    def save(self) -> dict[str, torch.Tensor]:
         self.death.at("save", self.steps // 2)
-        (folder / "w").write_text(f"{self.w} {self.steps}")
+        return {"state": torch.tensor([self.w, self.steps])}
 
-    def restore(self, folder: Path) -> None:
-        self.w, self.steps = map(int, (folder / "w").read_text().split())
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.w, self.steps = state["state"].tolist()
 
 
 class Forgetful(Learner):

@@ -168,11 +168,11 @@ class Held(Worker):
     def state_bytes(self) -> int:
         return self.declared_bytes
 
-    def save(self, folder: Path) -> None:
-        (folder / "state").write_bytes(pickle.dumps(self.state))
+    def save(self) -> dict[str, torch.Tensor]:
+        return {"state": torch.frombuffer(bytearray(pickle.dumps(self.state)), dtype=torch.uint8)}
 
-    def restore(self, folder: Path) -> None:
-        self._state = pickle.loads((folder / "state").read_bytes())
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._state = pickle.loads(state["state"].numpy().tobytes())
 
     def final(self) -> dict[str, Any]:
         """The state, wherever it is."""

@@ -15,9 +15,8 @@ waits for ever.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan
@@ -51,9 +50,10 @@ class Stateful(Worker):
 
     collective = True
 
-    def save(self, folder: Path) -> None: ...
+    def save(self) -> dict[str, Any]:
+        return {}
 
-    def restore(self, folder: Path) -> None: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Stateless(Worker):

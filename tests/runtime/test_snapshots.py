@@ -133,11 +133,11 @@ def test_a_snapshot_is_over_once_all_that_lanes_have_saved_is_here() -> None:
     pool.answer(2, 0.2)
     assert not snapshot.is_over
     for number, fetch in enumerate(pool.fetches):
-        fetch.set_result(Batch({"files": [{"state": torch.tensor([number], dtype=torch.uint8)}]}))
+        fetch.set_result(Batch({"state": [{"part": torch.tensor([number], dtype=torch.uint8)}]}))
     assert snapshot.is_over
     assert pool.woken == 2, "or nobody would look"
-    files = snapshot.files()
-    assert {name: content["state"].tolist() for name, content in files.items()} == {
+    states = snapshot.states()
+    assert {name: content["part"].tolist() for name, content in states.items()} == {
         "policy": [0],
         "critic": [1],
     }
@@ -150,16 +150,16 @@ def test_what_has_come_is_let_go_of_at_once() -> None:
     snapshot, pool = _begun({"policy": (0,)})
     pool.answer(0, 0.1)
     content = torch.zeros(1, dtype=torch.uint8)
-    pool.fetches.pop().set_result(Batch({"files": [{"state": content}]}))
+    pool.fetches.pop().set_result(Batch({"state": [{"part": content}]}))
     known = weakref.ref(content)
     del content
     gc.disable()
     try:
-        files = snapshot.files()
+        states = snapshot.states()
         assert known() is None, "without a search for circles"
     finally:
         gc.enable()
-    assert files["policy"]["state"].tolist() == [0]
+    assert states["policy"]["part"].tolist() == [0]
 
 
 @pytest.mark.parametrize("why", ["raised", "lost", "late"])
@@ -172,5 +172,5 @@ def test_a_snapshot_that_does_not_come_says_why(why: str) -> None:
     assert snapshot.is_over
     kind = {"raised": OSError, "lost": RunFailed, "late": TimeoutError}[why]
     with pytest.raises(kind):
-        snapshot.files()
+        snapshot.states()
     assert pool.sent, "lanes let go of it all the same"

@@ -259,8 +259,8 @@ class LaneProcess:
         for worker, placed in order.placed.items():
             if order.keep is not None and worker in order.keep:
                 states[worker] = self.states[worker]
-            elif placed.files is not None:
-                states[worker] = placed.files["files"][0]["state"].clone()
+            elif placed.saved is not None:
+                states[worker] = placed.saved["state"][0]["part"].clone()
             elif placed.state is not None:
                 there = self.world.lanes[placed.state.lane]
                 if not there.up:

@@ -217,7 +217,7 @@ class VirtualExchange:
         elif key.step == STATES:
             if key.producer in holder.saved:  # or the launcher has let go of it
                 state = holder.saved[key.producer].clone()
-                fetched.set_result(Batch({"files": [{"state": state}]}))
+                fetched.set_result(Batch({"state": [{"part": state}]}))
         else:
             fetched.set_result(self.world.batch(key.producer, key.step, key.items))
 

@@ -217,11 +217,28 @@ class Worker:
         """
         return None
 
-    def save(self, folder: Path) -> None:
-        """Write this worker's part of a checkpoint into an existing folder."""
+    def save(self) -> Mapping[str, Any]:
+        """All that `restore` needs to go on from, as tensors by name.
 
-    def restore(self, folder: Path) -> None:
-        """Read back what `save` wrote."""
+        Asked for where the state moves to other lanes, or is kept in case this one is lost. Called
+        between calls, on every lane of a replica; what its first lane gives counts, and is copied
+        before the next call. The state of a worker that does not define both methods stays where
+        it is.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what its state is")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `save` gave on another lane, after `load`.
+
+        The tensors, which are on the CPU, belong to somebody else: copy what is kept.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot take a state over")
 
     def close(self) -> None:
         """Let go of what `load` brought up."""
+
+
+def saves(worker: Worker) -> bool:
+    """Whether a worker's state can be moved: it says how to save it, and how to restore it."""
+    kind = type(worker)
+    return kind.save is not Worker.save and kind.restore is not Worker.restore

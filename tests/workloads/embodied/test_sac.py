@@ -256,6 +256,26 @@ def test_four_steps_are_two_a_stop_and_two_more(tmp_path: Path) -> None:
     assert int(ours["replay.total"]) == 192 > len(ours["replay.rows"]) == 150
 
 
+def test_a_learner_goes_on_elsewhere_from_a_copy_of_what_was_saved() -> None:
+    some = recipe()
+    learners = [EmbodiedExperiment(some).flow().learner for _ in range(2)]
+    for learner in learners:
+        learner.load(Place())
+    first, second = learners
+    rollouts, later = kept_rollouts(some, 2)
+    first.update.run(rollouts, None)
+    lent = {name: x.clone() for name, x in first.save().items()}
+    second.restore(lent)
+    for x in lent.values():
+        x.zero_()
+    for learner in learners:
+        learner.update.run(later, None)
+    ours, theirs = (learner.save() for learner in learners)
+    assert ours.keys() == theirs.keys()
+    for name, x in ours.items():
+        assert torch.equal(x, theirs[name]), name
+
+
 def spoil(optimizer: SumOptimizer, which: set[int]) -> list[int]:
     """Spoil the gradient of some steps of an optimizer; how many it was asked for, in a list."""
     asked = [0]

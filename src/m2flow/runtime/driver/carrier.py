@@ -44,7 +44,7 @@ from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.loading import Moved, load_workers
 from m2flow.runtime.driver.methods import STEP
 from m2flow.runtime.driver.pool import LanePool
-from m2flow.runtime.driver.recovery import Files
+from m2flow.runtime.driver.recovery import State
 from m2flow.runtime.lane.exchange import ItemsKey
 from m2flow.runtime.lane.host import joined_exits, share_of
 from m2flow.runtime.lane.journal import JournalPlace
@@ -121,7 +121,7 @@ class RayCarrier:
         version: int,
         load_seconds: float,
         moved: Moved | None = None,
-        states: Mapping[str, Files] = MappingProxyType({}),
+        states: Mapping[str, State] = MappingProxyType({}),
     ) -> None:
         self.pool, self.graphs, self.plan, self._plans = pool, graphs, plan, plans
         self._sources: dict[tuple[str, int], dict[int, Batch]] = {}

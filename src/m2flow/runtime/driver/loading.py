@@ -18,7 +18,7 @@ from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Worker, grid_of
 from m2flow.runtime.driver.pool import LanePool
-from m2flow.runtime.driver.recovery import Files
+from m2flow.runtime.driver.recovery import State
 from m2flow.runtime.lane.orders import (
     Fetch,
     LaneEnded,
@@ -55,7 +55,7 @@ def load_workers(
     version: int,
     seconds: float,
     moved: Moved | None = None,
-    states: Mapping[str, Files] = MappingProxyType({}),
+    states: Mapping[str, State] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Bring workers up on their lanes; the most that each one's state takes on one.
 
@@ -127,7 +127,7 @@ class LoadOrder:
         lane: int,
         meeting: Rendezvous | None = None,
         moved: Moved | None = None,
-        states: Mapping[str, Files] = MappingProxyType({}),
+        states: Mapping[str, State] = MappingProxyType({}),
     ) -> Load:
         """The order for one lane."""
         pool, memory = self._pool, {one.id: one.memory_bytes for one in self._plan.lanes}
@@ -162,8 +162,8 @@ def summing(graphs: Iterable[FlowGraph]) -> set[str]:
     return {node.worker for graph in graphs for node in graph.nodes if node.has_finish}
 
 
-def _wrapped(pool: LanePool, files: Files, lane: int) -> Any:
-    return pool.exchange.wrap(Batch({"files": [files]}), lane, same_node=pool.is_here(lane))
+def _wrapped(pool: LanePool, state: State, lane: int) -> Any:
+    return pool.exchange.wrap(Batch({"state": [state]}), lane, same_node=pool.is_here(lane))
 
 
 def _rendezvous(pool: LanePool, plan: Plan, order: LoadOrder) -> Rendezvous:

@@ -31,7 +31,7 @@ from m2flow.engine.messages import (
 from m2flow.engine.plan import Plan
 from m2flow.errors import CannotHeal, ProcessEnded
 from m2flow.flow.graph import FlowGraph
-from m2flow.flow.worker import Worker
+from m2flow.flow.worker import Worker, saves
 from m2flow.runtime.driver.loading import LoadOrder
 from m2flow.runtime.driver.methods import STEP
 from m2flow.runtime.driver.processes import START_SECONDS, START_TRIES
@@ -39,7 +39,6 @@ from m2flow.runtime.driver.recovery import LaneLoss
 from m2flow.runtime.driver.supervision import Supervision
 from m2flow.runtime.lane.orders import Execute, FromLane, Loaded, Loading, Reports
 from m2flow.runtime.lane.reports import Report
-from m2flow.runtime.lane.state_files import saves
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.carrier import RayCarrier

@@ -29,13 +29,13 @@ another machine it may come as much later as either side takes to notice."""
 
 
 def save_state(pool: LanePool, worker: str, gang: tuple[int, ...], number: int) -> Fetch:
-    """Have a worker save its state; where the files then lie.
+    """Have a worker save its state; where that then lies.
 
     Args:
         pool: the lanes.
         worker: whose state.
-        gang: the lanes of one replica; all of them take part, and the first one keeps the files.
-        number: under which they are kept.
+        gang: the lanes of one replica; all of them take part, and the first one keeps it.
+        number: under which it is kept.
 
     Raises:
         Exception: what the worker raised.

@@ -23,7 +23,7 @@ from m2flow.flow.batch import Batch
 SHARE = 0.015
 """The most that snapshots may take of a lane's time."""
 
-BYTES_PER_SECOND = 5e8
+BYTES_PER_SECOND = 2e9
 """How fast the first snapshot is expected to be."""
 
 LOST, BACK = "lane lost", "lane back"
@@ -32,8 +32,8 @@ LOST, BACK = "lane lost", "lane back"
 COPIES = 3
 """How often a state is in host memory while it is saved, carried here and kept."""
 
-Files = Mapping[str, Any]
-"""What a worker has saved: path below its folder to a uint8 tensor of shape [bytes]."""
+State = Mapping[str, Any]
+"""What a worker has saved: name to tensor on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,11 @@ class SavedStates:
 
     Attributes:
         step: the next step; the weights have this version.
-        files: by worker; a worker that is not named is as it was loaded.
+        states: by worker; a worker that is not named is as it was loaded.
     """
 
     step: int
-    files: Mapping[str, Files] = field(default_factory=dict)
+    states: Mapping[str, State] = field(default_factory=dict)
 
 
 class Recovery:
@@ -203,12 +203,12 @@ class Recovery:
         """Whether the results of all steps before the snapshot that was begun were given."""
         return self._begun is not None and self.given >= self._begun
 
-    def keep(self, files: Mapping[str, Files], seconds: float) -> None:
+    def keep(self, states: Mapping[str, State], seconds: float) -> None:
         """The snapshot that was begun is here; a lane was busy with it for so long."""
         assert self._snapshot is not None
         assert self._begun is not None
         self._batches = self._batches[self._begun - self._snapshot.step :]
-        self._snapshot, self._begun = SavedStates(self._begun, files), None
+        self._snapshot, self._begun = SavedStates(self._begun, states), None
         self._taken_at, self._seconds = self._clock(), max(seconds, self._pause_seconds)
         self.snapshot_seconds += seconds
 

@@ -291,13 +291,13 @@ class Run(FlowOnLanes):
             return
         self._pending_snapshot = None
         try:
-            files = coming.files()
+            states = coming.states()
         except (RunFailed, PeerLost):  # of the lane that was lost its carrier hears
             self._recovery.give_up()
         except (OSError, MemoryError) as error:
             self._recovery.give_up(f"a snapshot has failed: {error}")
         else:
-            self._recovery.keep(files, coming.seconds)
+            self._recovery.keep(states, coming.seconds)
 
     def _settle(self) -> None:
         super()._settle()
@@ -415,7 +415,7 @@ class Run(FlowOnLanes):
                 plans.by_method,
                 snapshot.step,
                 load_seconds=self._load_deadline,
-                states=snapshot.files,
+                states=snapshot.states,
             )
             plans = plans.sized(self._state_bytes | carrier.state_bytes, self._methods.graphs)
         except PlanError as why:  # it was made here
@@ -425,7 +425,7 @@ class Run(FlowOnLanes):
             self.plan = kept
         elif self.pilot is not None:
             self.pilot.gone_over(remade, (), 0.0, lanes=True)
-        if snapshot.files:
+        if snapshot.states:
             self._publish_to(tuple(self._placements), snapshot.step)
 
     @property

@@ -15,7 +15,7 @@ from functools import partial
 
 from m2flow.flow.batch import Batch
 from m2flow.runtime.driver.pool import LanePool
-from m2flow.runtime.driver.recovery import Files
+from m2flow.runtime.driver.recovery import State
 from m2flow.runtime.lane.exchange import ItemsKey
 from m2flow.runtime.lane.orders import STATES, DropStep, MethodResult, Save
 
@@ -26,7 +26,7 @@ class SnapshotOnItsWay:
     Args:
         pool: the lanes.
         gangs: whose states: worker to the lanes of one of its replicas. All of them take part in
-            saving, and the first one keeps the files until they are fetched.
+            saving, and the first one keeps what is saved until it is fetched.
         bring: has workers resident on lanes; called with the workers, for what, and the lanes.
         seconds: longest that all of it may take.
     """
@@ -56,7 +56,7 @@ class SnapshotOnItsWay:
 
     @property
     def is_over(self) -> bool:
-        """Whether `files` need not wait."""
+        """Whether `states` need not wait."""
         under_way = len(self._fetching) < len(self._gangs) or not all(
             one.done() for one in self._fetching.values()
         )
@@ -68,7 +68,7 @@ class SnapshotOnItsWay:
             self._fetching[worker] = self._fetched(worker, lanes)
 
     def _fetched(self, worker: str, lanes: Sequence[Future[MethodResult]]) -> Future[Batch]:
-        """What brings a worker's files here, now that they are saved, or could not be."""
+        """What brings a worker's state here, now that it is saved, or could not be."""
         try:
             answers = [lane.result() for lane in lanes]
             for answer in answers:
@@ -77,14 +77,14 @@ class SnapshotOnItsWay:
             self.seconds = max(self.seconds, *(pickle.loads(one.value) for one in answers))
             key = ItemsKey("", STATES, self._numbers[worker], (0,))
             left = max(0.0, self._deadline - time.monotonic())
-            files = self._pool.exchange.fetch_later(self._gangs[worker][0], key, left)
+            state = self._pool.exchange.fetch_later(self._gangs[worker][0], key, left)
         except Exception as error:  # noqa: BLE001 - raised by the future
-            files = Future()
-            files.set_exception(error)
-        files.add_done_callback(lambda _: self._pool.wake())
-        return files
+            state = Future()
+            state.set_exception(error)
+        state.add_done_callback(lambda _: self._pool.wake())
+        return state
 
-    def files(self) -> dict[str, Files]:
+    def states(self) -> dict[str, State]:
         """What each worker has saved, in memory of the launcher's own; the lanes let go of it.
 
         Raises:
@@ -95,9 +95,9 @@ class SnapshotOnItsWay:
         try:
             if not self._gangs.keys() <= self._fetching.keys():
                 raise TimeoutError("lanes have not saved in time")
-            batches = {name: files.result(timeout=0) for name, files in self._fetching.items()}
+            batches = {name: state.result(timeout=0) for name, state in self._fetching.items()}
             return {
-                name: {path: content.clone() for path, content in batch["files"][0].items()}
+                name: {part: x.clone() for part, x in batch["state"][0].items()}
                 for name, batch in batches.items()
             }
         finally:

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 from m2flow.engine.plan import Plan
 from m2flow.engine.residency import Residency
 from m2flow.errors import UserError
-from m2flow.flow.worker import Worker
+from m2flow.flow.worker import Worker, saves
 from m2flow.runtime.driver.journal import Journal, Kept, nothing_kept
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
 from m2flow.runtime.driver.recovery import LaneLoss
 from m2flow.runtime.driver.runner import Runner
-from m2flow.runtime.lane.state_files import saves
 
 if TYPE_CHECKING:  # a run in one process does without Ray
     from m2flow.runtime.driver.mending import Mender

@@ -12,7 +12,6 @@ from m2flow.runtime.lane.context import LaneContext
 from m2flow.runtime.lane.exchange import Exchange, ItemsKey
 from m2flow.runtime.lane.host import LaneHost
 from m2flow.runtime.lane.orders import STATES, Load, Placed, Save
-from m2flow.runtime.lane.state_files import files_of, write_files
 
 
 class Loader:
@@ -83,16 +82,22 @@ class Loader:
             else:
                 key = ItemsKey("", STATES, state.producer, (0,))
                 saved = self._exchange.ask(state.lane, key, order.deadline_seconds)
-            write_files(saved["files"][0], worker)
-        elif placed.files is not None:
-            write_files(self._exchange.unwrap(placed.files)["files"][0], worker)
+            worker.restore(saved["state"][0])
+        elif placed.saved is not None:
+            worker.restore(self._exchange.unwrap(placed.saved)["state"][0])
         return worker
 
 
 def save(order: Save, host: LaneHost) -> None:
-    """Keep what a worker saves; its other lanes may have to take part."""
-    files = files_of(host.workers[order.worker])
-    host.store.put("", STATES, order.producer, Batch({"files": [files]}))
+    """Keep a copy of what a worker saves; its other lanes may have to take part."""
+    import torch
+
+    saved = dict(host.workers[order.worker].save())
+    state = {}
+    for name in list(saved):  # one by one, for what was gathered need not stay beside its copy
+        x = saved.pop(name).detach()
+        state[name] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    host.store.put("", STATES, order.producer, Batch({"state": [state]}))
 
 
 def close_workers(host: LaneHost, keep: Collection[str] = ()) -> LaneHost:

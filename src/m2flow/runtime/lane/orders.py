@@ -33,8 +33,8 @@ class Placed:
         positions: all of its lanes, in order of rank.
         layout: name of the layout in which each replica lies on its lanes.
         sums: whether it may sum over its lanes.
-        state: where the files lie that it is to `restore` after it has been loaded, or None.
-        files: these files themselves, packed as source items are; None if `state` says where.
+        state: where that lies which it is to `restore` after it has been loaded, or None.
+        saved: that itself, packed as source items are; None if `state` says where.
     """
 
     worker: bytes
@@ -43,7 +43,7 @@ class Placed:
     layout: str = "one"
     sums: bool = False
     state: Fetch | None = None
-    files: Any = None
+    saved: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Have a worker `save` its state, and keep the files for the lanes that will ask for them.
+    """Have a worker `save` its state, and keep that for the lanes that will ask for it.
 
     Attributes:
         number: of the answer, which says how many seconds it took.
         worker: whose state.
-        producer: under which they are kept, as the one item of step `STATES` of no flow.
+        producer: under which it is kept, as the one item of step `STATES` of no flow.
     """
 
     number: int
@@ -108,7 +108,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Where the files of a worker's state lie: on which lane, and as whose output."""
+    """Where what a worker has saved lies: on which lane, and as whose output."""
 
     lane: int
     producer: int

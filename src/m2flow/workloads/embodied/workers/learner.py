@@ -13,6 +13,7 @@ from m2flow.workloads.embodied.workers.source import WEIGHTS, PolicySource
 from m2flow.workloads.embodied.workers.stages import outcome
 
 TRAINER, MODEL = "trainer.safetensors", "model"
+IN_POLICY, IN_TRAINER = "policy/", "trainer/"
 
 
 class EmbodiedLearner(Worker):
@@ -90,13 +91,29 @@ class EmbodiedLearner(Worker):
     def state_bytes(self) -> int:
         return self.state.nbytes() + self.update.bytes_to_come()
 
-    def save(self, folder: Path) -> None:
-        """Write weights and trainer state; the first lane's are those of all.
+    def save(self) -> Mapping[str, Any]:
+        """Weights and trainer state; the first lane's are those of all."""
+        parts = {IN_POLICY: self.weights().items(), IN_TRAINER: self.update.state_items()}
+        return {part + name: x for part, items in parts.items() for name, x in items}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        def part(start: str) -> dict[str, Any]:
+            return {k.removeprefix(start): x for k, x in state.items() if k.startswith(start)}
+
+        self.policy.load_state_dict(part(IN_POLICY))
+        self.update.load_state_dict(part(IN_TRAINER))
+
+    def save_checkpoint(self, checkpoints: str, step: int, keep: int) -> None:
+        """Write the checkpoint of a step; to be called on the worker's first lane.
 
         OpenVLA and OpenVLA-OFT are written as they are published too, adapters added, in `model/`.
         """
         from safetensors.torch import save_file
 
+        from m2flow.training import checkpoint
+
+        root = Path(checkpoints)
+        folder = checkpoint.begin(root, step)
         with self.state.present():
             weights = {name: x.contiguous().clone() for name, x in self.weights().items()}
             state = {name: x.contiguous() for name, x in self.update.state_items()}
@@ -106,19 +123,6 @@ class EmbodiedLearner(Worker):
                 save_policy(self.policy, folder / MODEL)  # type: ignore[arg-type]
         save_file(weights, folder / WEIGHTS)
         save_file(state, folder / TRAINER)
-
-    def restore(self, folder: Path) -> None:
-        from safetensors.torch import load_file
-
-        self.policy.load_state_dict(load_file(folder / WEIGHTS))
-        self.update.load_state_dict(load_file(folder / TRAINER))
-
-    def save_checkpoint(self, checkpoints: str, step: int, keep: int) -> None:
-        """Write the checkpoint of a step; to be called on the worker's first lane."""
-        from m2flow.training import checkpoint
-
-        root = Path(checkpoints)
-        self.save(checkpoint.begin(root, step))
         goes_on = self.checkpoint is not None and step < self.recipe.steps
         in_use = Path(str(self.checkpoint)) if goes_on else None
         checkpoint.commit(root, step, keep=keep, in_use=in_use)

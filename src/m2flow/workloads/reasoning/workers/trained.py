@@ -134,17 +134,17 @@ class Trained(Divided):
         num_bytes: int = super().state_bytes() + self.trainer.optimizer.bytes_to_come()
         return num_bytes
 
-    def save(self, folder: Path) -> None:
-        """Write weights and trainer state; to be called on every lane of a gang."""
-        from m2flow.training import state_file
+    def save(self) -> Mapping[str, Any]:
+        """Weights and trainer state; to be called on every lane of a gang."""
+        from m2flow.training import learner_state
 
         first = self.place.gang.rank == 0
-        state_file.write(folder, self.policy, self.trainer.optimizer, first=first)
+        return learner_state.gathered(self.policy, self.trainer.optimizer, first=first)
 
-    def restore(self, folder: Path) -> None:
-        from m2flow.training import state_file
+    def restore(self, state: Mapping[str, Any]) -> None:
+        from m2flow.training import learner_state
 
-        state_file.read(folder, self.policy, self.trainer.optimizer, self.shards)
+        learner_state.take_over(state, self.policy, self.trainer.optimizer, self.shards)
 
     def save_checkpoint(self, checkpoints: str, step: int, keep: int) -> str:
         """Write a checkpoint, which a worker on any lanes can go on from; returns its folder.

@@ -1,17 +1,16 @@
-"""A model in training as one file: who keeps what while it is gathered."""
+"""A model in training as whole tensors: who keeps what while they are gathered."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from m2flow.training import state_file
+from m2flow.training import learner_state
 from m2flow.training.sharded import WHOLE
 
 
@@ -47,21 +46,21 @@ class Trainer:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_only_the_first_lane_keeps_what_is_gathered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+    monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     """Every lane of a gang once held the whole model with its optimizer in memory."""
     model, gathered = nn.Linear(2, 2), Gathered()
     monkeypatch.setattr(
-        state_file, "whole_weights", lambda _: gathered.items("weight", "bias", "buffer")
+        learner_state, "whole_weights", lambda _: gathered.items("weight", "bias", "buffer")
     )
-    state_file.write(tmp_path, model, Trainer(gathered), first=first)
+    state = learner_state.gathered(model, Trainer(gathered), first=first)
     assert (gathered.most > 1) == first
-    assert (tmp_path / state_file.NAME).exists() == first
+    assert bool(state) == first
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_what_is_gathered_is_taken_over() -> None:
     model, other, trainer = nn.Linear(2, 2), nn.Linear(2, 2), Trainer(Gathered())
-    state_file.write(tmp_path, model, trainer, first=True)
-    state_file.read(tmp_path, other, trainer, WHOLE)
+    state = learner_state.gathered(model, trainer, first=True)
+    learner_state.take_over(state, other, trainer, WHOLE)
     assert torch.equal(model.weight, other.weight)
     assert set(trainer.state) == {"exp_avg/weight", "exp_avg/bias", "num_steps"}
