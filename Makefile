@@ -76,6 +76,9 @@ test-vllm: $(if $(filter $(VENV)-vllm/%,$(VLLM_PYTHON)),$(VENV)-vllm/.installed)
 test-chaos: $(VENV)/.installed-dev ## whole runs of which somebody is killed, stopped or cut off; what became of each seed (an hour; wants namespaces)
 	M2FLOW_CHAOS_RESULT=benchmarks/results/chaos.json $(BIN)/python -m pytest -m slow tests/chaos $(ARGS)
 
+test-fuzz: $(VENV)/.installed-dev ## files and messages with mutated bytes, 25,000 of each kind (a quarter of an hour)
+	M2FLOW_FUZZ_RESULT=benchmarks/results/fuzz.json $(BIN)/python -m pytest -m slow tests/fuzz $(ARGS)
+
 test-simulators: egl $(VENV)-simulators/.installed ## LIBERO, Meta-World, EnvPool and vision-language-action policies (2.7 GB are installed)
 	M2FLOW_NEEDS_SIMULATORS=1 $(VENV)-simulators/bin/python -m pytest -m "not gpu" tests/models/policies \
 	  $(addprefix tests/environments/,test_envpool.py test_libero.py test_metaworld.py) \

@@ -9,6 +9,8 @@ what is left is counted.
 
 Growth is the most of the last third of the samples over the most of the second third; the first
 third is for warming up. The most, because a lane that has just come back holds nothing yet.
+What grows slowly shows in its trend: the straight line through the samples of the last two thirds
+that have as many processes as most of them, as a share of their mean in an hour.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -57,6 +60,7 @@ class Sample:
         processes: of the run, the launcher included.
         launcher_mb, all_mb: proportional set size, 10**6 bytes.
         launcher_handles, all_handles: open files.
+        handles: those of all, by name of the process.
         segments, segments_mb: files in shared memory.
     """
 
@@ -70,6 +74,7 @@ class Sample:
     all_handles: int
     segments: int
     segments_mb: float
+    handles: dict[str, int]
 
 
 class Soaked:
@@ -116,10 +121,11 @@ class Soaked:
         return kind
 
     def sample(self, begun: float) -> Sample:
-        memory, handles = [], []
+        memory, handles, by_name = [], [], Counter[str]()
         for one in self.family():
             with suppress(psutil.Error):
                 found = one.memory_full_info().pss / 1e6, one.num_fds()
+                by_name[_name(one)] += found[1]
                 memory.append(found[0])
                 handles.append(found[1])
         last = self.rows()[-1]
@@ -135,6 +141,7 @@ class Soaked:
             sum(handles),
             len(segments),
             sum(segments.values()) / 1e6,
+            dict(by_name),
         )
 
     def segments(self) -> dict[Path, int]:
@@ -155,6 +162,15 @@ class Soaked:
                 if self.mark.encode() in (process / "environ").read_bytes():
                     found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         return found
+
+
+def _name(process: psutil.Process) -> str:
+    """What a process runs: its title, its program, or the script or module that Python runs."""
+    first, *rest = process.cmdline() or [process.name()]
+    if first.startswith("ray::") or not Path(first).name.startswith("python"):
+        return Path(first).name
+    scripts = (Path(word).name for word in rest if not word.startswith("-"))
+    return next(scripts, first)
 
 
 def main() -> None:
@@ -236,14 +252,14 @@ def _end(run: Soaked) -> tuple[int, list[str]]:
 
 
 def _report(samples: Sequence[Sample]) -> None:
-    names = [one.name for one in fields(Sample)]
+    names = [one.name for one in fields(Sample) if one.name != "handles"]
     every = max(1, len(samples) // 30)
     table(
         [name.replace("_", " ") for name in names],
         [
             [
                 round(value, 1) if isinstance(value, float) else value
-                for value in asdict(one).values()
+                for value in (getattr(one, name) for name in names)
             ]
             for one in samples[::every]
         ],
@@ -256,6 +272,16 @@ def _growth(samples: Sequence[Sample], name: str) -> float:
     return max(getattr(one, name) for one in after) / max(getattr(one, name) for one in before)
 
 
+def trend(samples: Sequence[Sample], name: str) -> float:
+    """By what share of its mean a figure grows in an hour."""
+    late = samples[len(samples) // 3 :]
+    usual = Counter(one.processes for one in late).most_common(1)[0][0]
+    some = [one for one in late if one.processes == usual]
+    hours = [one.seconds / 3600 for one in some]
+    values = [float(getattr(one, name)) for one in some]
+    return statistics.linear_regression(hours, values).slope / statistics.fmean(values)
+
+
 def _targets(
     samples: Sequence[Sample], lanes_killed: int, code: int, left: Sequence[str]
 ) -> list[Target]:
@@ -266,11 +292,22 @@ def _targets(
         "handles of all": ("all_handles", 1.1),
         "processes": ("processes", 1.1),
         "files in shared memory": ("segments", 1.1),
+        "bytes in shared memory": ("segments_mb", 1.1),
+    }
+    trends = {
+        "memory of the launcher": ("launcher_mb", 0.1),
+        "memory of all": ("all_mb", 0.1),
+        "handles of the launcher": ("launcher_handles", 0.1),
+        "handles of all": ("all_handles", 0.1),
     }
     return [
         *(
             Target(f"growth, {what}", _growth(samples, name), bound, at_most=True)
             for what, (name, bound) in grown.items()
+        ),
+        *(
+            Target(f"trend an hour, {what}", trend(samples, name), bound, at_most=True)
+            for what, (name, bound) in trends.items()
         ),
         Target("faults less restarts", lanes_killed - samples[-1].restarts, 1, at_most=True),
         Target("ended by SIGTERM with a checkpoint", float(code == 128 + signal.SIGTERM), 1),

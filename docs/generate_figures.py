@@ -462,6 +462,7 @@ def peers_sb3() -> Table:
 
 
 SCRIPTS = {
+    "fuzz": "tests/fuzz/mutations.py",
     "soak_embodied": "benchmarks/soak.py",
     "chaos": "tests/chaos/test_seeded_runs.py",
 }

@@ -79,10 +79,13 @@ MEANING = {
     "in again when it can be had ([how](../how-to/resume.md#lanes-that-do-not-come-back))",
     "spare_lanes": "processes that wait on each machine, with their imports done, to be a lane of "
     "cores that is lost; none with `lane_restarts: 0`, and a lane of a GPU is started afresh",
+    "snapshot_every": "steps after which a snapshot of what is trained is taken at the latest, for "
+    "the loss of a lane; null: as often as 1.5 % of the lanes' time allows",
     "journal_gb": "10**9 bytes of finished rollouts that are kept on disk until a checkpoint holds "
     "their step, so that `--resume` does not make them again; 0 for none",
     "max_skipped_updates": "optimizer steps in a row that are left out because a loss or gradient "
-    "is not finite; one more ends the run",
+    "is not finite, or steps in a row of which half of the rewards or more have failed; one more "
+    "ends the run",
     "grace_seconds": "longest that a step may take to its end after SIGTERM, SIGHUP or Ctrl-C",
     "deadline_seconds": "longest that one call may take before the run is stopped with an account "
     "of who waits for whom",

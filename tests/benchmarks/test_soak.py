@@ -6,6 +6,7 @@ import importlib
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 
 def test_files_in_shared_memory_are_seen_when_their_pool_has_gone(tmp_path: Path) -> None:
@@ -26,3 +27,20 @@ def test_files_in_shared_memory_are_seen_when_their_pool_has_gone(tmp_path: Path
         left.unlink()
         other.unlink()
         run.errors.close()
+
+
+def test_what_grows_by_a_little_with_each_fault_is_seen() -> None:
+    """Two files more a minute were within a tenth of the most of the third before."""
+    soak = importlib.import_module("soak")
+
+    def sample(minute: int, handles: int, processes: int) -> Any:
+        return soak.Sample(60.0 * minute, 0, 0, processes, 1.0, 1.0, 1, handles, 1, 1.0, {})
+
+    flat = [sample(minute, 400 + minute % 3, 13) for minute in range(30)]
+    grows = [sample(minute, 400 + 2 * minute, 13) for minute in range(30)]
+    busier = [sample(minute, 400 + 150 * (minute % 4 == 0), 13 + 4 * (minute % 4 == 0))
+              for minute in range(30)]  # fmt: skip
+    assert soak._growth(grows, "all_handles") < 1.1
+    assert abs(soak.trend(flat, "all_handles")) < 0.05
+    assert soak.trend(grows, "all_handles") > 0.2
+    assert abs(soak.trend(busier, "all_handles")) < 0.05, "processes that come and go"

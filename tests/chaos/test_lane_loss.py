@@ -25,6 +25,7 @@ import m2flow
 from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import ProcessEnded, RunFailed
+from m2flow.flow import Layout
 from m2flow.runtime.driver import processes as processes_module
 from m2flow.runtime.driver import recovery
 from m2flow.runtime.driver.journal import Journal
@@ -186,6 +187,15 @@ class Learner(Worker):
         self.w, self.steps = state["state"].tolist()
 
 
+class Pair(Learner):
+    """A learner on a gang of two lanes, which take part in each call together."""
+
+    collective = True
+
+    def layouts(self, kind: str, lanes: int) -> tuple[Layout, ...]:
+        return (Layout("pair", 2),) if lanes >= 2 else ()
+
+
 class Forgetful(Learner):
     """Does not say how its state is saved."""
 
@@ -217,6 +227,18 @@ def plan(**spots: tuple[tuple[int, ...], ...]) -> Plan:
 APART = plan(sampler=((0,),), judge=((1,),), learner=((2,),))
 TOGETHER = plan(sampler=((0,), (1,), (2,)), judge=((0,), (1,)), learner=((0,), (1,), (2,)))
 """The learner has three replicas, which sum over a process group."""
+
+GANG = Plan(
+    "custom",
+    LANES,
+    {
+        "sampler": Placement(((0,),)),
+        "judge": Placement(((1,),)),
+        "learner": Placement(((1, 2),), layout="pair"),
+    },
+    deadline_seconds=60.0,
+)
+"""The learner's only replica is two lanes."""
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +297,8 @@ def undisturbed() -> list[Any]:
         (APART, "asked", 4),
         (APART, "save", 1),
         (TOGETHER, "finish", 3),
+        (GANG, "train", 1),
+        (GANG, "finish", 3),
     ],
 )
 def test_a_run_that_loses_a_lane_gives_what_an_undisturbed_one_gives(
@@ -286,7 +310,8 @@ def test_a_run_that_loses_a_lane_gives_what_an_undisturbed_one_gives(
     undisturbed: list[Any],
 ) -> None:
     before = {lane: address.process_id for lane, address in pool.addresses.items()}
-    with start(chosen, Death(moment, version, str(tmp_path)), pool) as run:
+    learner = Pair if chosen is GANG else Learner
+    with start(chosen, Death(moment, version, str(tmp_path)), pool, learner=learner) as run:
         found = seen(run)
     assert (tmp_path / "0").exists(), "nobody was killed"
     assert found.figures == undisturbed

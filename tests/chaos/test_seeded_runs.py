@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from tests.chaos.small_disk import small_disk
 from tests.cli.conftest import TINY, run_command
 from tests.cli.test_resume import figures
 from tests.cli.test_signals import Started
+from tests.results import add_result
 from tests.workloads.agentic.conftest import TINY as AGENT
 
 STEPS = 14
@@ -72,7 +72,6 @@ DRAWS = 4
 HEALS = ("lane", "paused", "engine", "simulator")
 """Those after whose loss the same command goes on."""
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FAKE_VLLM = Path(__file__).parents[1] / "generation" / "fake_vllm"
 MODELS = {
     **dict.fromkeys(("native", "vllm", "agentic"), "checkpoints/latest/model/model.safetensors"),
@@ -217,20 +216,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Started]]:
 
 
 @pytest.fixture
-def told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def told(request: pytest.FixtureRequest) -> Iterator[Any]:
     """What becomes of a seed, which is added to the file that M2FLOW_CHAOS_RESULT names."""
     begun, what = time.monotonic(), {"outcome": "failed"}
     yield what
-    if not (name := os.environ.get("M2FLOW_CHAOS_RESULT")):
-        return
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    harness, file = import_module("harness"), BENCHMARKS.parent / name
-    what |= {"seconds": round(time.monotonic() - begun, 1), "commit": harness.commit()}
-    seeds = json.loads(file.read_text())["results"] if file.exists() else {}
-    seeds[str(request.node.callspec.params["seed"])] = what
-    commits = ", ".join(dict.fromkeys(one["commit"] for one in seeds.values()))
-    row = {"benchmark": "chaos", "machine": harness.machine(), "commit": commits, "results": seeds}
-    file.write_text(json.dumps(row) + "\n")
+    what["seconds"] = round(time.monotonic() - begun, 1)
+    add_result("M2FLOW_CHAOS_RESULT", "chaos", str(request.node.callspec.params["seed"]), what)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,49 @@ def test_none_may_be_left_out(tiny: Path, m2flow: M2flow, poison: Callable[..., 
     outcome = m2flow("train", tiny, *FEW, "max_skipped_updates=0")
     assert outcome.code == 1
     assert "at once (max_skipped_updates: 0)" in outcome.err.splitlines()[0]
+
+
+def rewards(body: str) -> str:
+    """A reward function of this body, in a module that nobody has imported yet."""
+    module = f"rewards_{uuid.uuid4().hex}"
+    Path(f"{module}.py").write_text(
+        "import zlib\n\n\ndef score(prompt, completion, completion_ids, row):\n"
+        f"    which = zlib.crc32((prompt + completion).encode())\n    return {body}\n"
+    )
+    return f"reward={module}:score"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_samples_whose_reward_is_no_number_are_left_out_counted_and_kept(
+    tiny: Path, m2flow: M2flow, value: str
+) -> None:
+    reward = rewards(f"float({value!r}) if which % 4 == 0 else float(which % 2)")
+    outcome = m2flow("train", tiny, *FEW, reward)
+    assert outcome.code == 0, outcome.err
+    shares = [row["reward/failed_share"] for row in read_metrics("run")]
+    assert 0 < max(shares) < 0.5
+    assert f"gave {value}, no number; the sample is not trained on" in outcome.out
+    kept = {path.name: path.read_text() for path in Path("run/skipped").iterdir()}
+    assert len(kept) == sum(share > 0 for share in shares)
+    rows = [json.loads(line) for text in kept.values() for line in text.splitlines()]
+    assert len(rows) == sum(16 * share for share in shares)
+    assert all(value in row["failure"] for row in rows)
+
+
+def test_rewards_that_go_on_being_no_numbers_end_the_run(tiny: Path, m2flow: M2flow) -> None:
+    reward = rewards("float('nan') if which % 8 else 0.0")
+    outcome = m2flow("train", tiny, *FEW, reward, "steps=9", "max_skipped_updates=2")
+    assert outcome.code == 1
+    first = outcome.err.splitlines()[0]
+    assert "of 16 samples of step 3, and half or more of 3 steps in a row" in first
+    assert "(max_skipped_updates: 2)" in first
+    assert len(read_metrics("run")) == 2
+    names = sorted(path.name for path in Path("run/skipped").iterdir())
+    assert names == [f"step_{step:06d}.jsonl" for step in (1, 2, 3)], "of the last step, too"
+
+
+def test_a_step_without_any_reward_ends_the_run(tiny: Path, m2flow: M2flow) -> None:
+    outcome = m2flow("train", tiny, *FEW, rewards("float('nan')"))
+    assert outcome.code == 1
+    assert "so for all 16 samples of step 1" in outcome.err.splitlines()[0]
+    assert Path("run/skipped/step_000001.jsonl").read_text().count("\n") == 16

@@ -112,11 +112,12 @@ def faulty(tmp_path: Path, deadlines=PATIENT, **settings):
     return vector
 
 
-def test_a_killed_process_costs_its_episodes_and_no_other(tmp_path):
+@pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_process_costs_its_episodes_and_no_other(tmp_path, ended_by):
     vector = faulty(tmp_path)
     try:
         before = vector.pids
-        os.kill(before[0], signal.SIGKILL)
+        os.kill(before[0], ended_by)
         outcome = vector.step(actions(4))
         assert outcome.failed.tolist() == [True, True, False, False]
         assert vector.failures == Counter(killed=2)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from tests.results import add_result
 
 WORDS = (b"null", b"NaN", b"-1", b"1e999", b"[" * 3000, b"{", b'"', b"\x00", b"\xff", b"\n", b": ",
          b"!!python/object/apply:os.system [ls]", b"&a [*a]", b"9" * 5000,
@@ -36,6 +39,14 @@ def examples(count: int) -> Callable[..., object]:
         derandomize=count < MANY,
         database=None,
     )
+
+
+def fuzzed_long(kind: str, content: bytes, check: Callable[[bytes], None]) -> None:
+    """Give a check `MANY` mutations of the content; `make test-fuzz` keeps that it was done."""
+    begun = time.monotonic()
+    fuzzed(content, check, MANY)
+    seconds = round(time.monotonic() - begun, 1)
+    add_result("M2FLOW_FUZZ_RESULT", "fuzz", kind, {"cases": MANY, "seconds": seconds})
 
 
 def fuzzed(content: bytes, check: Callable[[bytes], None], count: int) -> None:

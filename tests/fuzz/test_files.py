@@ -1,6 +1,6 @@
 """Files with mutated bytes: each is read rightly, or refused by a `UserError`; nothing else.
 
-200 examples of each kind; `-m slow` takes 25,000, new ones each time.
+200 examples of each kind; `make test-fuzz` takes 25,000, new ones each time.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from m2flow.flow import Batch
 from m2flow.flow.rollouts import Rollouts
 from m2flow.observe.jsonl import cut_after_step, read_rows
 from m2flow.plan import build_plan
-from m2flow.plan.file import plan_from_json, read_plan, to_json
+from m2flow.plan.file import plan_from_json, read_json, read_plan, to_json
 from m2flow.runtime.lane.frames import frame_bytes, read_frames
 from m2flow.training import checkpoint
 from m2flow.workloads.common.reading import read_recipe, validated
 from m2flow.workloads.reasoning.rows import BadRowError, rows_of
-from tests.fuzz.mutations import MANY, fuzzed
+from m2flow.workloads.reasoning.sampler import SamplerState
+from tests.fuzz.mutations import fuzzed, fuzzed_long
 from tests.plan.small_graphs import TALKING
+from tests.workloads.reasoning.test_sampler import WHOLE
 
 PROJECT = Path(__file__).parents[2]
 
@@ -124,6 +126,16 @@ def check_manifest(folder: Path, data: bytes) -> None:
         assert json.loads(data)["files"].keys() <= json.loads(whole)["files"].keys()
 
 
+def check_sampler(folder: Path, data: bytes) -> None:
+    """State of the data, where a manifest says that it is as it was written."""
+    file = folder / "sampler.json"
+    file.write_bytes(data)
+    state, refusal = outcome(lambda: read_json(SamplerState, file, "state", "sampler.json"))
+    assert "\n" not in refusal
+    if state is not None:
+        assert to_json(state)
+
+
 def check_journal(folder: Path, data: bytes) -> None:
     """What is left of two frames is one of them, or both; nothing that was not written."""
     file = folder / "step_000001-x.rollouts"
@@ -165,6 +177,8 @@ MANIFEST = json.dumps(
     {"format": 1, "step": 2, "files": {"model/weights": {"bytes": 3, "sha256": "0" * 64}}}
 ).encode()
 
+STATE = json.dumps(WHOLE).encode()
+
 WALK = EnvironmentSpec(
     "walk", 1, (ObservationSpec("state", (2,)),), ActionSpec(1, (-1.0,), (1.0,)), instructions=()
 )
@@ -186,6 +200,7 @@ KINDS = {
     "rows": (ROWS, check_rows),
     "metrics": (METRICS, check_metrics),
     "manifest": (MANIFEST, check_manifest),
+    "sampler": (STATE, check_sampler),
     "journal": (JOURNAL, check_journal),
     "frame": (TEXT, check_frame),
     "demonstrations": (SHOWN, check_demonstrations),
@@ -199,10 +214,11 @@ def test_mutated_files(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_mutated_files(kind: str, tmp_path: Path) -> None:
     content, check = KINDS[kind]
-    fuzzed(content, partial(check, tmp_path), MANY)
+    fuzzed_long(kind, content, partial(check, tmp_path))
 
 
 FOUND = {

@@ -1,7 +1,7 @@
 """Frames and handshakes with mutated bytes: read rightly, or refused in one way; nothing else.
 
 A frame comes from a peer that has proved that it knows the key; a handshake comes from anybody.
-200 examples of each kind; `-m slow` takes 25,000.
+200 examples of each kind; `make test-fuzz` takes 25,000.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from m2flow.runtime.transport.frame import ALIGNMENT, BadFrame, Frame, FrameDecoder
 from m2flow.runtime.transport.handshake import KeyRefused, prove
-from tests.fuzz.mutations import MANY, fuzzed
+from tests.fuzz.mutations import fuzzed, fuzzed_long
 
 KEY = bytes(range(32))
 SMALL = b"".join(
@@ -124,10 +124,11 @@ def test_mutated_messages(kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_mutated_messages(kind: str) -> None:
     content, check = KINDS[kind]
-    fuzzed(content, check, MANY)
+    fuzzed_long(kind, content, check)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,9 +15,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -277,6 +279,18 @@ def test_a_request_that_cannot_be_answered_is_refused_before_the_engine_sees_it(
         with pytest.raises(UserError, match=words):
             engine.submit([good, Request(1, prompt, 0, SamplingParams(new))])
     assert drained(engine, [good]).keys() == {0}
+
+
+def test_it_listens_to_nobody_on_the_network(engine: ExternalEngine) -> None:
+    """Only to this machine; of vLLM itself in `make test-vllm`."""
+    process = psutil.Process(engine._process.pid)
+    sockets = [
+        one
+        for each in (process, *process.children(recursive=True))
+        for one in each.net_connections("inet")
+    ]
+    listening = {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
+    assert all(ip_address(address).is_loopback for address in listening), listening
 
 
 def test_sleeping_on_a_cpu_changes_nothing(engine: ExternalEngine) -> None:

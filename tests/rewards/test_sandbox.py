@@ -125,6 +125,21 @@ except BlockingIOError:
     assert 1 <= int(outcome.stdout) < LIMITS.processes
 
 
+def test_a_fork_bomb_whose_children_fork_on_is_bounded() -> None:
+    """None of them ends by itself; all are gone afterwards, as after every test here."""
+    source = """
+import os
+while True:
+    try:
+        os.fork()
+    except BlockingIOError:
+        pass
+"""
+    begun = time.monotonic()
+    refused(source)
+    assert time.monotonic() - begun < 4 * QUICK.seconds
+
+
 def test_a_child_that_outlives_the_program_is_gone_with_it() -> None:
     source = """
 import os, time

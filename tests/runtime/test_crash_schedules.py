@@ -56,7 +56,7 @@ def nobody_learns_of_a_loss(patch: pytest.MonkeyPatch) -> None:
 
 
 def states_are_not_restored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Recovery, "keep", lambda self, _files, _seconds: KEEP(self, {}, 0.0))
+    patch.setattr(Recovery, "keep", lambda self, _, seconds: KEEP(self, {}, seconds))
 
 
 KEEP = Recovery.keep
@@ -82,6 +82,12 @@ def test_a_driver_that_is_broken_is_found_out(
     break_it(monkeypatch)
     with pytest.raises((AssertionError, RunFailed)):
         play()
+
+
+def test_a_lane_that_is_lost_again_while_it_takes_its_weights_over_comes_back() -> None:
+    """It was waited for until the deadline: its first process had been asked for them, too."""
+    for seed in range(200):
+        CrashSchedule(CASE, Faults(lose=0.03, most=8), seed).run()
 
 
 @pytest.mark.slow

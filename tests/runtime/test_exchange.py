@@ -86,6 +86,27 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def test_a_copy_holds_nothing_that_a_lane_shares(tmp_path: Path) -> None:
+    """A snapshot that had come stayed mapped, and its lane's memory taken."""
+    folder = tmp_path / f"m2flow-test-{tmp_path.name}"
+    lane, launcher = (Exchange(*who, "here", None, folder, b"key") for who in ((3, 0), (None, -1)))
+    launcher.introduce({3: lane.address})
+    store = Store()
+    lane.serve(store)
+    found: list[dict[str, torch.Tensor]] = []
+    memory = lane.room(8 * LARGE).view(torch.int64)
+    for number in range(3):
+        store.put("", -1, 0, Batch({"state": [{"w": memory.fill_(number)}]}))
+        into = found[0] if number == 2 else {"w": torch.zeros(1)}
+        key = ItemsKey("", -1, 0, (0,))
+        found.append(launcher.fetch_later(3, key, SOON, into=into).result(SOON)["state"][0])
+        assert len(list(Path("/dev/shm").glob(f"{folder.name}-*"))) == 1, "and is not copied there"
+    assert [int(one["w"][-1]) for one in found] == [2, 1, 2]
+    assert found[2]["w"] is found[0]["w"], "memory that may be used again is"
+    lane.close()
+    launcher.close()
+
+
 def test_a_lane_that_comes_back_leaves_no_connection_of_before(tmp_path: Path) -> None:
     """Each loss of a lane had cost the launcher, and every other lane, a descriptor."""
     folder = tmp_path / f"m2flow-test-{tmp_path.name}"

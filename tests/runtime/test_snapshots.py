@@ -14,9 +14,9 @@ import torch
 
 from m2flow.errors import RunFailed
 from m2flow.flow.batch import Batch
-from m2flow.runtime.driver.recovery import SHARE, Recovery
+from m2flow.runtime.driver.recovery import BUSY, SHARE, Recovery
 from m2flow.runtime.driver.snapshots import SnapshotOnItsWay
-from m2flow.runtime.lane.orders import DropStep, MethodResult, Order, Save
+from m2flow.runtime.lane.orders import DropStep, MethodResult, Order, Save, SaveSeconds
 
 
 def test_snapshots_take_a_bounded_share_of_the_time() -> None:
@@ -29,9 +29,36 @@ def test_snapshots_take_a_bounded_share_of_the_time() -> None:
             recovery.begin(step + 1)
             now += 0.03
             busy += 0.03
-            recovery.keep({}, 0.03)
+            recovery.keep({}, SaveSeconds(0.03, 0.03))
     assert 0.0075 * now < busy <= 0.015 * now
     assert abs(recovery.snapshot_seconds - busy) < 1e-9
+
+
+def test_a_snapshot_that_holds_nobody_up_is_taken_more_often() -> None:
+    now, kept = 0.0, 0
+    recovery = Recovery(0, [], 0, 10**9, heals=True, clock=lambda: now)
+    for step in range(1000):
+        now += 0.25
+        recovery.gave(step)
+        if recovery.is_due:
+            recovery.begin(step + 1)
+            recovery.keep({}, SaveSeconds(0.03, 0.0))
+            kept += 1
+    assert 0.5 * BUSY * now < 0.03 * kept <= BUSY * now + 0.03
+    assert recovery.snapshot_seconds == 0.0
+
+
+def test_after_so_many_steps_a_snapshot_is_due_whatever_it_costs() -> None:
+    now, kept = 0.0, []
+    recovery = Recovery(0, [], 0, 10**9, heals=True, every=3, clock=lambda: now)
+    for step in range(12):
+        now += 1.0
+        recovery.gave(step)
+        if recovery.is_due:
+            recovery.begin(step + 1)
+            recovery.keep({}, SaveSeconds(1e6, 1e6))
+            kept.append(step)
+    assert kept == [0, 3, 6, 9], "the first one is expected to cost nothing"
 
 
 def test_steps_go_on_while_a_snapshot_comes() -> None:
@@ -51,7 +78,7 @@ def test_steps_go_on_while_a_snapshot_comes() -> None:
     assert not recovery.is_due, "one is on its way"
     assert recovery.back_to(RunFailed("lost")).step == 0
     assert recovery.since_snapshot() == (batches[:4], [])
-    recovery.keep({"learner": {}}, 0.0)
+    recovery.keep({"learner": {}}, SaveSeconds(0.0, 0.0))
     assert recovery.back_to(RunFailed("lost")).step == 2
     assert recovery.since_snapshot() == (batches[2:4], [])
     recovery.begin(4)
@@ -78,8 +105,8 @@ def test_a_pause_for_a_snapshot_is_counted_as_its_time() -> None:
     recovery.pause()
     now = 3.0  # steps that were in flight end, and none follows
     recovery.begin(1)
-    recovery.keep({}, 0.01)
-    assert recovery.snapshot_seconds == 0.01, "for so long a lane was busy"
+    recovery.keep({}, SaveSeconds(0.01, 0.0))
+    assert recovery.snapshot_seconds == 3.0, "for so long no step was begun"
     recovery.gave(1)
     now += 0.99 * 3.0 / SHARE
     assert not recovery.is_due
@@ -107,7 +134,8 @@ class _Pool:
     def answer(self, which: int, value: Any, *, raised: bool = False) -> None:
         self.answers[which].set_result(MethodResult(which, cloudpickle.dumps(value), raised))
 
-    def fetch_later(self, lane: int, key: Any, seconds: float) -> Future[Batch]:
+    def fetch_later(self, lane: int, key: Any, seconds: float, *, into: Any) -> Future[Batch]:
+        assert into is not None, "nothing that a lane shares is kept"
         self.fetches.append(Future())
         return self.fetches[-1]
 
@@ -126,11 +154,11 @@ def _begun(gangs: dict[str, tuple[int, ...]], seconds: float = 60.0) -> tuple[An
 def test_a_snapshot_is_over_once_all_that_lanes_have_saved_is_here() -> None:
     snapshot, pool = _begun({"policy": (0, 1), "critic": (1,)})
     assert [lane for lane, _ in pool.asked] == [0, 1, 1]
-    pool.answer(0, 0.1)
+    pool.answer(0, SaveSeconds(0.1, 0.0))
     assert not pool.fetches, "the other lane of the gang has not saved"
-    pool.answer(1, 0.3)
+    pool.answer(1, SaveSeconds(0.3, 0.1))
     assert len(pool.fetches) == 1, "nobody needs to look"
-    pool.answer(2, 0.2)
+    pool.answer(2, SaveSeconds(0.2, 0.2))
     assert not snapshot.is_over
     for number, fetch in enumerate(pool.fetches):
         fetch.set_result(Batch({"state": [{"part": torch.tensor([number], dtype=torch.uint8)}]}))
@@ -141,14 +169,14 @@ def test_a_snapshot_is_over_once_all_that_lanes_have_saved_is_here() -> None:
         "policy": [0],
         "critic": [1],
     }
-    assert snapshot.seconds == 0.3
+    assert snapshot.seconds == SaveSeconds(0.3, 0.2)
     assert [lane for lane, order in pool.sent if isinstance(order, DropStep)] == [0, 1]
 
 
 def test_what_has_come_is_let_go_of_at_once() -> None:
-    """It lies in memory that is shared with the lane, and is mapped for as long as it is known."""
+    """A state is as large as the model and its optimizer."""
     snapshot, pool = _begun({"policy": (0,)})
-    pool.answer(0, 0.1)
+    pool.answer(0, SaveSeconds(0.1, 0.0))
     content = torch.zeros(1, dtype=torch.uint8)
     pool.fetches.pop().set_result(Batch({"state": [{"part": content}]}))
     known = weakref.ref(content)
@@ -156,10 +184,11 @@ def test_what_has_come_is_let_go_of_at_once() -> None:
     gc.disable()
     try:
         states = snapshot.states()
+        assert states["policy"]["part"].tolist() == [0]
+        states.clear()
         assert known() is None, "without a search for circles"
     finally:
         gc.enable()
-    assert states["policy"]["part"].tolist() == [0]
 
 
 @pytest.mark.parametrize("why", ["raised", "lost", "late"])

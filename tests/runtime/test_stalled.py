@@ -56,7 +56,17 @@ class Stalling(Flow):
         return self.waiter.wait(self.sleeper.fall_asleep(items), self.waiter.wait(items))
 
 
+@pytest.fixture
+def py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in, which is to be asked for stacks of a process that goes on being stopped."""
+    program = tmp_path / "py-spy"
+    program.write_text('#!/bin/sh\necho "stacks by py-spy $*"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
 @pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.usefixtures("py_spy")
 def test_a_stall_shows_the_stacks_of_the_lanes(stop: bool) -> None:
     spots = {"sleeper": Placement(((0,),)), "waiter": Placement(((1,),))}
     plan = Plan("custom", LANES, spots, deadline_seconds=2.0)
@@ -75,6 +85,7 @@ def test_a_stall_shows_the_stacks_of_the_lanes(stop: bool) -> None:
     assert second.startswith(f"Lane 1, process {stopped}:")
     if stop:
         assert "no answer; its state is T (stopped)" in second
+        assert f"    stacks by py-spy dump --nonblocking --pid {stopped}" in second
     else:
         assert "Thread 0x" in second
 

@@ -46,6 +46,7 @@ from m2flow.runtime.lane.orders import (
     Probe,
     Reports,
     Save,
+    SaveSeconds,
 )
 from m2flow.runtime.lane.reports import Report
 from m2flow.runtime.transport.frame import LineClosed
@@ -288,7 +289,7 @@ class LaneProcess:
             self._answer(order.number, OSError("no space left on device"), raised=True)
         else:
             self.saved[order.producer] = self.states[order.worker].clone()
-            self._answer(order.number, seconds)
+            self._answer(order.number, SaveSeconds(seconds, seconds))
         self.free()
 
     # --- commands ---------------------------------------------------------------------------------

@@ -203,20 +203,27 @@ class VirtualExchange:
     def wrap(self, batch: Batch, lane: int, *, same_node: bool) -> Batch:
         return batch
 
-    def fetch_later(self, lane: int, key: ItemsKey, seconds: float) -> Future[Batch]:
+    def fetch_later(
+        self, lane: int, key: ItemsKey, seconds: float, *, into: Any = None
+    ) -> Future[Batch]:
         fetched, holder = Future[Batch](), self.world.lanes[lane]
         states = key.step == STATES
         after = self.world.disk_seconds() if states else self.world.seconds()
-        self.world.after(after, partial(self._fetch, holder, key, fetched))
+        self.world.after(after, partial(self._fetch, holder, key, fetched, into or {}))
         return fetched
 
-    def _fetch(self, holder: LaneProcess, key: ItemsKey, fetched: Future[Batch]) -> None:
+    def _fetch(
+        self, holder: LaneProcess, key: ItemsKey, fetched: Future[Batch], into: Mapping[str, Any]
+    ) -> None:
         held = {(key.step, key.producer, item) for item in key.items}
         if not holder.up or (key.step != STATES and not held <= holder.held):
             fetched.set_exception(PeerLost(f"lane {holder.number} has not got it"))
         elif key.step == STATES:
             if key.producer in holder.saved:  # or the launcher has let go of it
                 state = holder.saved[key.producer].clone()
+                if (there := into.get("part")) is not None:  # memory that nobody is to need
+                    there.learnt, there.versions = state.learnt, state.versions
+                    state = there
                 fetched.set_result(Batch({"state": [{"part": state}]}))
         else:
             fetched.set_result(self.world.batch(key.producer, key.step, key.items))
@@ -291,8 +298,10 @@ class VirtualJournal(Journal):
 class CrashedRun(Run):
     """A run under the clock of a world."""
 
-    def _new_recovery(self, first_step: int) -> Recovery:
-        books = super()._new_recovery(first_step)
+    def _new_recovery(self, first_step: int, snapshot_every: int | None) -> Recovery:
+        assert snapshot_every is None
+        every = cast("VirtualPool", self._pool).virtual.dice.choice((None, None, 1, 2))
+        books = super()._new_recovery(first_step, every)
         books._clock, books._taken_at = self._now, self._now()
         return books
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from m2flow.engine.messages import CompleteStep
 from m2flow.engine.plan import Plan
@@ -70,6 +70,7 @@ class WorkerState:
 
     learnt: dict[int, int]
     versions: dict[str, int]
+    nbytes: ClassVar[int] = 1
 
     def clone(self) -> WorkerState:
         return WorkerState(dict(self.learnt), dict(self.versions))

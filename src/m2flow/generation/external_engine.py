@@ -156,7 +156,11 @@ class ExternalEngine(ABC):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self._environment(device), "TMPDIR": str(self._folders[0])},
+                env={
+                    "GLOO_SOCKET_IFNAME": "lo",  # or its group of one would listen to the network
+                    **self._environment(device),
+                    "TMPDIR": str(self._folders[0]),
+                },
             )
         there.close()
         try:

@@ -70,7 +70,7 @@ def test_accelerators_without_figures_count_by_their_memory() -> None:
 
 
 def test_what_the_recipe_says_of_lanes_reaches_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"load_deadline_seconds": 9.0, "lane_restarts": 5}
+    said = {"load_deadline_seconds": 9.0, "lane_restarts": 5, "snapshot_every": 2}
     experiment: Any = SimpleNamespace(
         recipe=RECIPE.model_copy(update=said), flow=lambda checkpoint: flow_of(RECIPE)
     )

@@ -53,6 +53,7 @@ def launch(
     load_deadline_seconds: float = LOAD_SECONDS,
     lane_restarts: int = LANE_RESTARTS,
     elastic: bool = False,
+    snapshot_every: int | None = None,
 ) -> Run:
     """Start a flow's workers on lanes.
 
@@ -81,6 +82,8 @@ def launch(
             with 0, the run ends.
         elastic: the run goes on without a lane that cannot be started again, under a plan for those
             that are left, and takes it in again when it can be had. The plan must be one of a mode.
+        snapshot_every: steps after which a snapshot of the learners' states is taken at the latest,
+            whatever it costs; None: as often as little of the lanes' time allows.
 
     Raises:
         UserError: the flow, the mode, the lanes or the plan are wrong. Nothing was started then,
@@ -117,6 +120,7 @@ def launch(
             pilot,
             lane_restarts,
             elastic,
+            snapshot_every,
         )
 
 

@@ -194,6 +194,7 @@ class Mender:
 
     def _begin(self, lane: int, coming: _Coming) -> None:
         coming.does, coming.until = "starts", time.monotonic() + START_SECONDS
+        coming.installs.clear()  # asked of a process before this one
         coming.started = self._pool.begin(lane)
 
     def takes(self, lane: int, message: FromLane) -> bool:

@@ -3,8 +3,9 @@
 A run goes back to its last *snapshot*, which is what the workers have saved between two steps, and
 takes the steps since then again. Items' seeds make them the same steps. The launcher keeps the
 snapshot in its memory, so that no lane takes it along. The first one is free: what a worker is
-loaded with. Later ones are taken beside the steps, as often as they are worth: one takes at most
-`SHARE` of the time since the one before.
+loaded with. Later ones are taken beside the steps, as often as they are worth: one holds a lane up
+for at most `SHARE` of the time since the one before was begun, and keeps it busy for at most `BUSY`
+of that; or so many steps have been given since then.
 
 Knows no lanes' processes and no plan: `Run` starts lanes, and has workers save and restore.
 """
@@ -19,9 +20,13 @@ from typing import Any
 from m2flow.engine.spans import Span
 from m2flow.errors import RunFailed
 from m2flow.flow.batch import Batch
+from m2flow.runtime.lane.orders import REUSED_BYTES, SaveSeconds
 
 SHARE = 0.015
-"""The most that snapshots may take of a lane's time."""
+"""The share of the time for which snapshots may hold a lane up, at most."""
+
+BUSY = 0.06
+"""That for which they may keep it busy, while it would have waited for others."""
 
 BYTES_PER_SECOND = 2e9
 """How fast the first snapshot is expected to be."""
@@ -30,7 +35,7 @@ LOST, BACK = "lane lost", "lane back"
 """Names of the spans of a lane that was down, and of one that is taken in again."""
 
 COPIES = 3
-"""How often a state is in host memory while it is saved, carried here and kept."""
+"""How often a state is in host memory: as a lane's copy, as the last one here, and one to come."""
 
 State = Mapping[str, Any]
 """What a worker has saved: name to tensor on the CPU."""
@@ -114,6 +119,10 @@ class SavedStates:
     states: Mapping[str, State] = field(default_factory=dict)
 
 
+def _bytes_of(state: State) -> int:
+    return sum(x.nbytes for x in state.values())
+
+
 class Recovery:
     """The books of one run.
 
@@ -124,12 +133,13 @@ class Recovery:
         num_bytes: about how much a snapshot holds.
         free_bytes: host memory that is free.
         heals: whether a run may go on after a loss at all; if not, nothing is kept.
+        every: steps from one snapshot to the next, at most, whatever one takes; None for no limit.
         clock: seconds.
 
     Attributes:
         heals: the same.
         returns: lanes that were given up, and were taken in again.
-        snapshot_seconds: for how long lanes were busy with snapshots.
+        snapshot_seconds: for how long snapshots held lanes up.
     """
 
     def __init__(
@@ -139,18 +149,21 @@ class Recovery:
         num_bytes: int,
         free_bytes: int,
         heals: bool,
+        every: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.heals = heals
+        self.heals, self._every = heals, every
         self.returns: list[LaneReturn] = []
         self.snapshot_seconds = 0.0
         self._snapshot: SavedStates | None = SavedStates(first_step)
         self._batches: list[Batch] = []
+        self._spare: Mapping[str, State] = {}
         self._begun: int | None = None
+        self._begun_at = clock()
         self._paused_at: float | None = None
         self._pause_seconds = 0.0
         self._clock = clock
-        self._taken_at, self._seconds = clock(), num_bytes / BYTES_PER_SECOND
+        self._taken_at, self._apart = clock(), num_bytes / BYTES_PER_SECOND / SHARE
         self._why_not: str | None = None
         if unsaved:
             names = " and ".join(unsaved)
@@ -186,7 +199,9 @@ class Recovery:
             return False
         if self._begun is not None or self.given == snapshot.step:
             return False
-        return self._seconds <= SHARE * (self._clock() - self._taken_at)
+        if self._every is not None and self.given - snapshot.step >= self._every:
+            return True
+        return self._clock() - self._taken_at >= self._apart
 
     def pause(self) -> None:
         """No further step is begun until those in flight are over, so that a snapshot can begin."""
@@ -194,8 +209,8 @@ class Recovery:
 
     def begin(self, step: int) -> None:
         """A snapshot of all steps before this one is on its way."""
-        self._begun = step
-        self._pause_seconds = 0.0 if self._paused_at is None else self._clock() - self._paused_at
+        self._begun, self._begun_at = step, self._clock()
+        self._pause_seconds = 0.0 if self._paused_at is None else self._begun_at - self._paused_at
         self._paused_at = None
 
     @property
@@ -203,14 +218,22 @@ class Recovery:
         """Whether the results of all steps before the snapshot that was begun were given."""
         return self._begun is not None and self.given >= self._begun
 
-    def keep(self, states: Mapping[str, State], seconds: float) -> None:
-        """The snapshot that was begun is here; a lane was busy with it for so long."""
+    def keep(self, states: Mapping[str, State], seconds: SaveSeconds) -> None:
+        """The snapshot that was begun is here, and took so long."""
         assert self._snapshot is not None
         assert self._begun is not None
         self._batches = self._batches[self._begun - self._snapshot.step :]
+        if sum(_bytes_of(state) for state in states.values()) <= REUSED_BYTES:
+            self._spare = self._snapshot.states
         self._snapshot, self._begun = SavedStates(self._begun, states), None
-        self._taken_at, self._seconds = self._clock(), max(seconds, self._pause_seconds)
-        self.snapshot_seconds += seconds
+        held_up = max(seconds.held_up, self._pause_seconds)
+        self._taken_at, self._apart = self._begun_at, max(held_up / SHARE, seconds.busy / BUSY)
+        self.snapshot_seconds += held_up
+
+    def take_spare(self) -> Mapping[str, State]:
+        """The states of the snapshot before the last one, whose memory may be used again."""
+        spare, self._spare = self._spare, {}
+        return spare
 
     def give_up(self, why_not: str | None = None) -> None:
         """The snapshot that was begun will not come; with a reason, none will."""

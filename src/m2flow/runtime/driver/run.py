@@ -55,6 +55,7 @@ class Run(FlowOnLanes):
         pilot: Pilot | None = None,
         supervision: Supervision | None = None,
         losses: Sequence[LaneLoss] = (),
+        snapshot_every: int | None = None,
     ) -> None:
         super().__init__(
             methods,
@@ -69,7 +70,7 @@ class Run(FlowOnLanes):
             losses=losses,
         )
         self.pilot, self._owns_pool = pilot, owns_pool
-        self._recovery = self._new_recovery(first_step)
+        self._recovery = self._new_recovery(first_step, snapshot_every)
         self._pending_snapshot: SnapshotOnItsWay | None = None
         self._again: list[Batch] = []
         gc.freeze()  # what is there stays: to go through all of torch would stop the control loop
@@ -110,6 +111,7 @@ class Run(FlowOnLanes):
     def _until_a_pause(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Batches, until something is to be done between two steps for which the next one waits."""
         while not ((self.pilot and self.pilot.wants_to_look) or self._lanes_come_back):
+            self._look_for_snapshot()  # the one of the step before, or there would be none now
             if self._recovery.is_due:
                 if not self._saves_at_once:
                     self._recovery.pause()
@@ -238,7 +240,7 @@ class Run(FlowOnLanes):
 
     @property
     def snapshot_seconds(self) -> float:
-        """For how long lanes were busy with snapshots."""
+        """For how long snapshots held lanes up."""
         return self._recovery.snapshot_seconds
 
     @property
@@ -246,7 +248,7 @@ class Run(FlowOnLanes):
         """How many lanes the run goes without."""
         return 0 if self._pool is None else len(self._pool.missing)
 
-    def _new_recovery(self, first_step: int) -> Recovery:
+    def _new_recovery(self, first_step: int, snapshot_every: int | None) -> Recovery:
         spots = self._placements.items()
         unsaved = [name for name, _ in spots if not self.movable(name)]
         num_bytes = sum(
@@ -254,7 +256,7 @@ class Run(FlowOnLanes):
         )
         free = psutil.virtual_memory().available
         heals = self._supervision is not None and self._supervision.heals
-        return Recovery(first_step, unsaved, num_bytes, free, heals)
+        return Recovery(first_step, unsaved, num_bytes, free, heals, snapshot_every)
 
     @property
     def _saves_at_once(self) -> bool:
@@ -278,7 +280,11 @@ class Run(FlowOnLanes):
 
         assert self._pool is not None
         self._pending_snapshot = SnapshotOnItsWay(
-            self._pool, self._savers(), self._bring, self.plan.deadline_seconds
+            self._pool,
+            self._savers(),
+            self._bring,
+            self.plan.deadline_seconds,
+            self._recovery.take_spare(),
         )
         self._recovery.begin(self._runners[STEP].next_step)
 

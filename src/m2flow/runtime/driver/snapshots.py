@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from types import MappingProxyType
 
 from m2flow.flow.batch import Batch
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.recovery import State
 from m2flow.runtime.lane.exchange import ItemsKey
-from m2flow.runtime.lane.orders import STATES, DropStep, MethodResult, Save
+from m2flow.runtime.lane.orders import STATES, DropStep, MethodResult, Save, SaveSeconds
 
 
 class SnapshotOnItsWay:
@@ -29,6 +30,7 @@ class SnapshotOnItsWay:
             saving, and the first one keeps what is saved until it is fetched.
         bring: has workers resident on lanes; called with the workers, for what, and the lanes.
         seconds: longest that all of it may take.
+        spare: states whose memory may be used again.
     """
 
     def __init__(
@@ -37,13 +39,15 @@ class SnapshotOnItsWay:
         gangs: Mapping[str, tuple[int, ...]],
         bring: Callable[[Sequence[str], str, Sequence[int]], None],
         seconds: float,
+        spare: Mapping[str, State] = MappingProxyType({}),
     ) -> None:
+        self._spare = spare
         self._pool, self._gangs, self._deadline = pool, gangs, time.monotonic() + seconds
         self._numbers = {worker: number for number, worker in enumerate(gangs)}
         self._saving: dict[str, list[Future[MethodResult]]] = {}
         self._fetching: dict[str, Future[Batch]] = {}
-        self.seconds = 0.0
-        """The longest that a lane was busy with a worker's state; known once `is_over` says yes."""
+        self.seconds = SaveSeconds(0.0, 0.0)
+        """The longest for a worker's state of a lane; known once `is_over` says yes."""
         for worker, gang in gangs.items():
             bring((worker,), "save", gang)
             self._saving[worker] = [self._save(worker, lane) for lane in gang]
@@ -74,10 +78,15 @@ class SnapshotOnItsWay:
             for answer in answers:
                 if answer.raised:
                     raise pickle.loads(answer.value)
-            self.seconds = max(self.seconds, *(pickle.loads(one.value) for one in answers))
+            said: list[SaveSeconds] = [pickle.loads(one.value) for one in answers]
+            self.seconds = SaveSeconds(
+                max(self.seconds.busy, *(one.busy for one in said)),
+                max(self.seconds.held_up, *(one.held_up for one in said)),
+            )
             key = ItemsKey("", STATES, self._numbers[worker], (0,))
             left = max(0.0, self._deadline - time.monotonic())
-            state = self._pool.exchange.fetch_later(self._gangs[worker][0], key, left)
+            fetch = self._pool.exchange.fetch_later
+            state = fetch(self._gangs[worker][0], key, left, into=self._spare.get(worker, {}))
         except Exception as error:  # noqa: BLE001 - raised by the future
             state = Future()
             state.set_exception(error)
@@ -96,18 +105,15 @@ class SnapshotOnItsWay:
             if not self._gangs.keys() <= self._fetching.keys():
                 raise TimeoutError("lanes have not saved in time")
             batches = {name: state.result(timeout=0) for name, state in self._fetching.items()}
-            return {
-                name: {part: x.clone() for part, x in batch["state"][0].items()}
-                for name, batch in batches.items()
-            }
+            return {name: batch["state"][0] for name, batch in batches.items()}
         finally:
             self.drop()
 
     def drop(self) -> None:
         """Let go of what has come, and have the lanes let go of what they keep for it.
 
-        Futures know whom to tell and are known here: without this, the memory that is shared with
-        a lane would stay until somebody looks for such circles.
+        Futures know whom to tell and are known here: without this, a state would stay in memory
+        until somebody looks for such circles.
         """
         self._saving.clear()
         self._fetching.clear()

@@ -6,6 +6,8 @@ Lanes on the launcher's machine are asked; of others their names are given. Ever
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 2.0
 """Longest to wait for the lanes' stacks, all together."""
+
+PY_SPY = "py-spy"
+"""Reads the stacks of a process from outside, where it is installed and allowed to."""
 
 LINES = 200
 """Of what a lane has printed, the last so many lines are shown."""
@@ -55,7 +60,7 @@ def accounts(pool: LanePool) -> list[str]:
             lines.append("  it is on another machine, or shares its process")
         else:
             written = _text(files[lane], before[lane])
-            lines += written.splitlines() or [f"  no answer; {_state(address.process_id)}"]
+            lines += written.splitlines() or list(_from_outside(address.process_id))
             lines += list(_printed(pool.logs, address.process_id))
         found.append("\n".join(lines))
     return found
@@ -76,6 +81,26 @@ def _wait_for(sizes: dict[Path, int]) -> None:
 def _text(file: Path, start: int) -> str:
     """A file from a byte on; nothing of one that its lane has taken away."""
     return file.read_bytes()[start:].decode("utf-8", "replace") if file.exists() else ""
+
+
+def _from_outside(process: int) -> Iterator[str]:
+    """What can be known of a process that does not answer."""
+    yield f"  no answer; {_state(process)}"
+    if (command := shutil.which(PY_SPY)) is None:
+        return
+    try:
+        said = subprocess.run(
+            [command, "dump", "--nonblocking", "--pid", str(process)],
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_SECONDS,
+            check=False,
+        )
+        lines = (said.stdout or said.stderr).splitlines()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        lines = [str(error)]
+    yield f"  {PY_SPY}:"
+    yield from (f"    {line}" for line in lines[-LINES:])
 
 
 def _state(process: int) -> str:

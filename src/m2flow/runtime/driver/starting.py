@@ -112,6 +112,7 @@ def on_lanes(
     pilot: Pilot | None = None,
     lane_restarts: int = LANE_RESTARTS,
     elastic: bool = False,
+    snapshot_every: int | None = None,
 ) -> Run:
     """The run of a plan on the lanes of a pool, which may be its own."""
     from m2flow.runtime.driver.carrier import RayCarrier
@@ -151,6 +152,7 @@ def on_lanes(
         pilot=pilot,
         supervision=supervision,
         losses=losses,
+        snapshot_every=snapshot_every,
     )
 
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
@@ -49,6 +53,17 @@ class ItemsKey:
 def name_of(lane: int | None) -> str:
     """What people, and shared memory, call a lane; None is the launcher."""
     return "the launcher" if lane is None else f"lane {lane}"
+
+
+def _copied(batch: Batch, into: Mapping[str, Any]) -> Batch:
+    """A state in memory of this process alone."""
+    state = {}
+    for name, x in batch["state"][0].items():
+        there = into.get(name)
+        if there is None or (there.shape, there.dtype) != (x.shape, x.dtype):
+            there = torch.empty_like(x)
+        state[name] = there.copy_(x)
+    return Batch({"state": [state]})
 
 
 class Exchange:
@@ -158,14 +173,26 @@ class Exchange:
         batches: Sequence[Batch] = self._fetch(lane, key, seconds)
         return batches
 
-    def fetch_later(self, lane: int, key: ItemsKey, seconds: float) -> Future[Batch]:
+    def fetch_later(
+        self, lane: int, key: ItemsKey, seconds: float, *, into: Mapping[str, Any] | None = None
+    ) -> Future[Batch]:
         """Items that a lane holds, fetched by another thread while this one goes on.
 
-        The future raises what `ask` would have raised.
+        With `into` the item is a state, which that thread copies, so that nothing which a lane
+        shares is held: into the tensors of these names, where they have the shape, and else into
+        new ones. The future raises what `ask` would have raised.
         """
         if self._fetching is None:
             self._fetching = ThreadPoolExecutor(FETCHES_AT_ONCE, "m2flow fetch")
-        return self._fetching.submit(self.ask, lane, key, seconds)
+        fetch = partial(self.ask, lane, key, seconds)
+        return self._fetching.submit(fetch if into is None else lambda: _copied(fetch(), into))
+
+    def room(self, num_bytes: int) -> Any:
+        """A uint8 tensor [num_bytes]: what lies in it goes to others on this machine uncopied."""
+        if self.link is None:
+            with suppress(PoolFull):
+                return self._pool.empty((num_bytes,), torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def _fetch(self, lane: int, key: Any, seconds: float) -> Any:
         """What a lane has."""

@@ -62,6 +62,7 @@ from m2flow.runtime.lane.orders import (
     Probe,
     Reports,
     Save,
+    SaveSeconds,
     from_bytes,
     to_bytes,
 )
@@ -198,11 +199,15 @@ class LaneExecutor:
         method = getattr(self._host.workers[order.worker], order.method)
         return method(*pickle.loads(order.arguments))
 
-    def _saved(self, order: Save) -> float:
+    def _saved(self, order: Save) -> SaveSeconds:
         start = time.perf_counter()
         self._check_in_place([order.worker])
-        save(order, self._host)
-        return time.perf_counter() - start
+        save(order, self._host, self._exchange)
+        seconds = time.perf_counter() - start
+        while self._line.waiting():
+            self._orders.append(from_bytes(self._line.receive()))
+        held_up = any(not isinstance(waiting, DropStep) for waiting in self._orders)
+        return SaveSeconds(seconds, seconds if held_up else 0.0)
 
     # --- commands ---------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class Save:
     """Have a worker `save` its state, and keep that for the lanes that will ask for it.
 
     Attributes:
-        number: of the answer, which says how many seconds it took.
+        number: of the answer, a `SaveSeconds`.
         worker: whose state.
         producer: under which it is kept, as the one item of step `STATES` of no flow.
     """
@@ -104,6 +104,19 @@ class Save:
     number: int
     worker: str
     producer: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSeconds:
+    """What saving a state took.
+
+    Attributes:
+        busy: for how long the lane was at it.
+        held_up: for how long it held up what the lane had to do next, at most.
+    """
+
+    busy: float
+    held_up: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +226,10 @@ class Close:
 
 
 STATES = -1
-"""The step to which files of states belong."""
+"""The step to which states belong that were saved."""
+
+REUSED_BYTES = 1 << 30
+"""Memory of states is used again for the next ones up to so much: larger ones are rare."""
 
 Order: TypeAlias = (
     Load

@@ -62,6 +62,7 @@ def launched(
         also=also,
         load_deadline_seconds=recipe.load_deadline_seconds,
         lane_restarts=recipe.lane_restarts,
+        snapshot_every=recipe.snapshot_every,
         elastic=recipe.elastic,
     )
     if plan is not None:

@@ -119,6 +119,7 @@ class Recipe(Section):
     lane_restarts: Natural = 3
     elastic: Flag = False
     spare_lanes: Natural = 1
+    snapshot_every: Count | None = None
     grace_seconds: Positive = 20.0
     journal_gb: NonNegative = 2.0
     max_skipped_updates: Natural = 3

@@ -19,8 +19,8 @@ from m2flow.workloads.common.recipe import Recipe
 MAY_CHANGE = {
     "steps", "mode", "lanes", "lane_memory", "layouts", "deadline_seconds",
     "load_deadline_seconds", "grace_seconds", "lane_restarts", "elastic", "spare_lanes",
-    "max_skipped_updates", "journal_gb", "logger", "samples_logged_per_step", "evaluation",
-    "checkpoint",
+    "snapshot_every", "max_skipped_updates", "journal_gb", "logger", "samples_logged_per_step",
+    "evaluation", "checkpoint",
 }  # fmt: skip
 """Keys that may differ when a run is resumed: they change no weight."""
 

@@ -281,10 +281,6 @@ class Training:
 
     def _figures(self, run: Run, result: StepResult, step: int) -> dict[str, float]:
         """The figures of a step that is done; its rollouts and spans are kept here."""
-        for alarm in dict.fromkeys((*self.experiment.alarms(result), *result.notes)):
-            if alarm not in self._alarms or alarm.startswith(NOT_TAKEN):
-                self._alarms.add(alarm)
-                self.progress.note(f"step {step}: {alarm}")
         figures = self.experiment.metrics(result) | step_figures(result)
         if (tokens := figures.get("tokens/generated")) is not None:
             figures["throughput/tokens_per_s"] = tokens / result.seconds
@@ -294,6 +290,10 @@ class Training:
         rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
         self._begun().append_samples(step, rows)
         self._keep_skipped(step, result, figures)
+        for alarm in dict.fromkeys((*self.experiment.alarms(result), *result.notes)):
+            if alarm not in self._alarms or alarm.startswith(NOT_TAKEN):
+                self._alarms.add(alarm)
+                self.progress.note(f"step {step}: {alarm}")
         self.timeline.add(step, result.spans, result.started, result.started + result.seconds)
         self.progress.update(step, figures)
         return figures
@@ -316,8 +316,12 @@ class Training:
         return figures | {"lanes/missing": float(run.missing)} if self.recipe.elastic else figures
 
     def _keep_skipped(self, step: int, result: StepResult, figures: dict[str, float]) -> None:
-        """Write all rollouts of a step of which some update was skipped."""
+        """Write all rollouts of a step of which some update was skipped, or else those that have
+        no reward."""
         shares = [share for name, share in figures.items() if name.endswith(f"/{SKIPPED}")]
+        if not any(shares) and figures.get("reward/failed_share"):
+            rows = self.experiment.rollouts(result)
+            self._begun().write_skipped(step, (row for row in rows if row.get("failure")))
         if any(shares):
             where = self._begun().write_skipped(step, self.experiment.rollouts(result))
             self.progress.note(

@@ -195,6 +195,8 @@ class ReasoningExperiment:
             )
         check_judging_models(recipe)
         self._hinted: set[HealthCheck] = set()
+        self._failing = 0
+        """Steps in a row of which half of the samples or more have no reward."""
         self._held_out = self.task.held_out(recipe.evaluation.problems)
         self._tokenizer: Any = None
         self._tiny = _tiny_spec(recipe) if recipe.model.path is None else None
@@ -496,15 +498,22 @@ class ReasoningExperiment:
         """Why samples of a step have no reward, each reason once; and what its figures warn of.
 
         Raises:
-            RunFailed: no sample has one: there is nothing to learn from.
+            RunFailed: no sample has one: there is nothing to learn from. Or half of them have none,
+                once more in a row than `max_skipped_updates`.
         """
-        output = result.output
+        output, most = result.output, self.recipe.max_skipped_updates
         why = list(dict.fromkeys(reason for reason in output["failure"] if reason))
         failed = sum(bool(reason) for reason in output["failure"])
-        if failed == len(output):
-            first = sample_row(output, 0)
+        self._failing = self._failing + 1 if 2 * failed >= len(output) else 0
+        if failed == len(output) or self._failing > most:
+            share = f"all {failed} samples of step {result.step + 1}"
+            if failed < len(output):
+                share = f"{failed} of {len(output)} samples of step {result.step + 1}, and half or "
+                share += f"more of {self._failing} steps in a row (max_skipped_updates: {most})"
+            row = next(row for row, reason in enumerate(output["failure"]) if reason)
+            first = sample_row(output, row)
             raise RunFailed(
-                f"{why[0]}; so for all {failed} samples of step {result.step + 1}. The first: "
+                f"{why[0]}; so for {share}. The first: "
                 f"prompt {first['prompt'][-200:]!r}, completion {first['completion'][-200:]!r}"
             )
         alarms = [f"{one}; the sample is not trained on" for one in why]

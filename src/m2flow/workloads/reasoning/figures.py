@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ def sample_figures(output: Batch, group_size: int) -> dict[str, float]:
     return {
         **{name: sum(scores) / len(scores) for name, scores in of_models.items() if scores},
         "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std(correction=0)),
+        "reward/std": float(rewards.std(correction=0)) if len(rewards) else math.nan,
         "accuracy/mean": float((rewards >= 1.0).double().mean()),
         "reward/zero_variance_share": float(equal.double().mean()),
         "reward/failed_share": sum(failed) / len(output),
