@@ -18,9 +18,12 @@ from m2flow.engine.messages import (
     CompleteStep,
     FailRun,
     ItemsProduced,
+    LaneLost,
+    LaneRestarted,
     MoveState,
     Part,
     RunCall,
+    RunFinish,
     StepSubmitted,
     Tick,
 )
@@ -91,6 +94,21 @@ def test_a_fused_loop_waits_for_the_weights_of_any_member() -> None:
     )
     engine = Engine(graph, plan_of({"a": [0], "b": [0], "c": [1]}))
     assert only(FailRun, engine.handle(StepSubmitted(1, 1))).message.startswith("nothing runs")
+
+
+def test_what_a_fused_loop_is_done_with_is_not_begun_again() -> None:
+    """Simulators were begun anew for rollouts that were over, and kept until the run's end."""
+    graph = graph_of(lambda a, b, c, x: c.train(loop(b.score, a.act)(a.act(x))), "a", "b", "c")
+    engine = Engine(graph, plan_of({"a": [0], "b": [0], "c": [1]}), heal=True)
+    engine.handle(StepSubmitted(0, 2))
+    last_finish = 1
+    while True:
+        command = next(iter(engine.calls.values())).command
+        if isinstance(command, RunFinish) and command.minibatch == last_finish:
+            break
+        finish(engine, command, leaving=range(2) if getattr(command, "fused", False) else ())
+    assert not all_of(RunCall, engine.handle(LaneLost(0, "gone")))
+    assert not all_of(RunCall, engine.handle(LaneRestarted(0, 1)))
 
 
 # --- on a lane ----------------------------------------------------------------------------------

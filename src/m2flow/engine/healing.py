@@ -322,8 +322,10 @@ class Healer:
             items = range(unit * made, (unit + 1) * made)
             if other.loop is None and any(ledger.status(item) != DONE for item in items):
                 return True
-            if other.loop is not None and any(not ledger.has_read(item) for item in items):
-                return True
+            if other.loop is not None:  # of a fused loop, its first member alone has read them
+                book = state.loops[other.loop]
+                if any(not ledger.has_read(item) and not book.has_left(item) for item in items):
+                    return True
         return False
 
     def _restart_bound(
@@ -353,7 +355,7 @@ class Healer:
         members = [engine.graph.nodes[index] for index in engine.graph.loops[loop].members]
         for node in members:
             self._check_state(state, node)
-        if item not in book.turns and item in book.came_from:
+        if book.has_left(item):
             book.left -= 1
             for node in members:
                 ledger = state.ledgers[node.index]

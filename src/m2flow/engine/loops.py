@@ -57,6 +57,10 @@ class LoopState:
         self.turns: dict[int, int] = {}
         self.came_from: dict[int, int] = {}
 
+    def has_left(self, item: int) -> bool:
+        """Whether an item has gone around as often as it was to."""
+        return item in self.came_from and item not in self.turns
+
 
 class LoopLedger(StageLedger):
     """Items of one member of a loop, where an item comes back until it leaves.

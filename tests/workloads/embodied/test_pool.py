@@ -34,6 +34,21 @@ def test_a_rollout_takes_an_environment_that_had_its_task() -> None:
     pool.close()
 
 
+def test_rollouts_that_come_one_by_one_share_two_vectors() -> None:
+    """Each vector of a lane that was lost had simulators in processes of its own."""
+    made = []
+
+    def make(count: int) -> Any:
+        made.append(count)
+        return make_environments("table:reach", count)
+
+    pool = EnvironmentPool(make, 8)
+    for rollout in range(10):
+        list(pool.begin([rollout], [1], None))
+    assert made == [1, 7, 1, 1], "more than were expected are made as they come"
+    pool.close()
+
+
 def test_episodes_that_nobody_goes_on_with_are_not_carried_over() -> None:
     """Between steps of training every rollout is over: replaying what was left took seconds."""
     restored = []

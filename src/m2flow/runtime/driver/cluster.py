@@ -69,7 +69,7 @@ class RayCluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # lanes do the work: nobody goes first
         # Its log monitor keeps the files of processes that have ended open, up to this many.
-        os.environ.setdefault("RAY_LOG_MONITOR_MAX_OPEN_FILES", "32")
+        os.environ.setdefault("RAY_LOG_MONITOR_MAX_OPEN_FILES", "16")
         if os.environ.get("RAY_ADDRESS"):
             self._connect(address=None)
             return

@@ -19,10 +19,13 @@ class EnvironmentPool:
 
     Args:
         make: makes a vector of so many environments.
+        share: rollouts that are to be expected here at once. A vector that is made while others run
+            has all that are lacking for them: rollouts of a lane that was lost come back one by
+            one, and each vector may have processes of its own.
     """
 
-    def __init__(self, make: Callable[[int], VectorEnvironment]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[int], VectorEnvironment], share: int = 0) -> None:
+        self._make, self._share = make, share
         self._vectors: list[VectorEnvironment] = []
         self._free: list[tuple[int, int]] = []
         self._places: dict[int, tuple[int, int]] = {}
@@ -41,8 +44,11 @@ class EnvironmentPool:
 
     def provide(self, count: int) -> None:
         """Make as many environments as are lacking, to have so many in all."""
-        lacking = count - len(self._free) - len(self._places)
+        there = len(self._free) + len(self._places)
+        lacking = count - there
         if lacking > 0:
+            if self._places:
+                lacking = max(lacking, self._share - there)
             self._vectors.append(self._make(lacking))
             self._free += [(len(self._vectors) - 1, index) for index in range(lacking)]
 

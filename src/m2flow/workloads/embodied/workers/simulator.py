@@ -56,10 +56,15 @@ class Simulator(Worker):
         super().load(place)
         from m2flow.workloads.embodied.workers.recording import Recordings
 
-        self._pool = EnvironmentPool(self._made)
+        self._pool = EnvironmentPool(self._made, self._share)
         self._recordings = Recordings()
         self._resting: set[int] = set()
         self._bytes: int | None = None
+
+    @property
+    def _share(self) -> int:
+        """Rollouts of a step on this lane, where all lanes have as many."""
+        return -(-self.rollouts // self.place.size)
 
     def _made(self, count: int) -> Any:
         from m2flow.environments import make_environments
@@ -235,7 +240,7 @@ class Simulator(Worker):
             return 0
         if self._bytes is not None:
             return self._bytes
-        self._pool.provide(-(-self.rollouts // self.place.size))
+        self._pool.provide(self._share)
         return self._held()
 
     def beside_bytes(self) -> int:
