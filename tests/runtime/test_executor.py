@@ -26,7 +26,7 @@ from m2flow.runtime.lane import executor
 from m2flow.runtime.lane.executor import LaneExecutor
 from m2flow.runtime.lane.exhausted import name_residents
 from m2flow.runtime.lane.host import LaneHost
-from m2flow.runtime.lane.orders import Execute, from_bytes, to_bytes
+from m2flow.runtime.lane.orders import DropStep, Execute, Order, Save, from_bytes, to_bytes
 
 
 class Patient(Worker):
@@ -48,7 +48,7 @@ class Thinking(Flow):
 class PlayedLine:
     """The launcher's end: orders that come after so many looks, and what the lane says."""
 
-    def __init__(self, *later: tuple[int, Execute]) -> None:
+    def __init__(self, *later: tuple[int, Order]) -> None:
         self.later, self.looks = deque(later), 0
         self.said: list[Any] = []
 
@@ -92,6 +92,43 @@ def test_a_streaming_call_that_is_withdrawn_stops_between_two_items() -> None:
     said = carried_out(line, in_pieces=True)
     assert [event.items for event in said[:-1]] == [(0,), (1,)]
     assert said[-1] == CallAborted(1, 0)
+
+
+def saving_lane(*behind: Order) -> tuple[Any, PlayedLine]:
+    """A lane whose worker can be saved, and its line, on which these orders wait."""
+    line = PlayedLine(*((0, order) for order in behind))
+    lane: Any = LaneExecutor(0, line, None, None)  # type: ignore[arg-type]
+    flow = Thinking(worker=Patient())
+    flow.worker.save = dict  # type: ignore[method-assign]
+    lane._host = LaneHost(0, {"step": flow.trace()}, {"worker": flow.worker})
+    here = {"unwrap": lambda *_: Batch({"x": [1, 2, 3]}), "room": lambda *_: torch.empty(0)}
+    lane._exchange = type("Here", (), here)()
+    return lane, line
+
+
+SAVE, DROP = Save(5, "worker", 0), DropStep("step", 7)
+RUN = Execute(
+    "step",
+    RunCall(1, 0, 0, (0,), (((Part(SOURCE, (0, 1, 2), LAUNCHER),),),)),
+    sources=[None],
+    in_pieces=True,
+)
+
+
+@pytest.mark.parametrize(("behind", "held_up"), [([], False), ([DROP], False), ([DROP, RUN], True)])
+def test_a_save_holds_up_what_has_come_meanwhile(behind: list[Order], held_up: bool) -> None:
+    lane, _ = saving_lane(*behind)
+    seconds = lane._saved(SAVE)
+    assert seconds.busy > 0
+    assert seconds.held_up == (seconds.busy if held_up else 0.0)
+
+
+def test_what_waits_behind_a_save_is_not_taken_from_its_call() -> None:
+    """That the call is withdrawn was heard before it had begun, and so not while it ran."""
+    lane, line = saving_lane(RUN, Execute("step", AbortCall(1, (0,))))
+    lane._saved(SAVE)
+    lane._execute(lane._next_order())
+    assert line.said == [CallAborted(1, 0)]
 
 
 def test_the_withdrawal_of_a_call_that_has_ended_is_answered() -> None:

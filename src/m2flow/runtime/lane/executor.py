@@ -204,10 +204,20 @@ class LaneExecutor:
         self._check_in_place([order.worker])
         save(order, self._host, self._exchange)
         seconds = time.perf_counter() - start
-        while self._line.waiting():
-            self._orders.append(from_bytes(self._line.receive()))
-        held_up = any(not isinstance(waiting, DropStep) for waiting in self._orders)
-        return SaveSeconds(seconds, seconds if held_up else 0.0)
+        return SaveSeconds(seconds, seconds if self._has_more_to_do() else 0.0)
+
+    def _has_more_to_do(self) -> bool:
+        """Whether an order has come that takes time; those before it are carried out.
+
+        No more than that one is taken from the line: what comes for a call is looked for there.
+        """
+        while not self._orders and self._line.waiting():
+            order: Order = from_bytes(self._line.receive())
+            if isinstance(order, DropStep):
+                self._host.store.drop_step(order.flow, order.step)
+            else:
+                self._orders.append(order)
+        return bool(self._orders)
 
     # --- commands ---------------------------------------------------------------------------------
 
