@@ -25,7 +25,7 @@ from m2flow.runtime.lane.orders import REUSED_BYTES, SaveSeconds
 SHARE = 0.015
 """The share of the time for which snapshots may hold a lane up, at most."""
 
-BUSY = 0.06
+BUSY = 0.02
 """That for which they may keep it busy, while it would have waited for others."""
 
 BYTES_PER_SECOND = 2e9
