@@ -380,7 +380,7 @@ def faults() -> Table:
         ("a lane of the quick start is killed: seconds until new work", f"{back:.1f} at most"),
         *(
             (
-                f"time undisturbed, over that with a lane killed every tenth step of {steps}",
+                f"share of the time that is effective, a lane killed every tenth step of {steps}",
                 f"{target('recovery', f'effective time at a tenth of {what}'):.2f}",
             )
             for steps, what in disturbed.items()

@@ -73,6 +73,7 @@ class Run(FlowOnLanes):
         self._recovery = self._new_recovery(first_step, snapshot_every)
         self._pending_snapshot: SnapshotOnItsWay | None = None
         self._again: list[Batch] = []
+        self._exhausted = False
         gc.freeze()  # what is there stays: to go through all of torch would stop the control loop
 
     # --- steps ------------------------------------------------------------------------------------
@@ -105,11 +106,14 @@ class Run(FlowOnLanes):
                     explain(error, self._pool)
                 self._again = self._taken_back(error)
                 continue
-            if runner is self._runners[STEP] and not self._lasting(self._between_steps):
+            if runner is not self._runners[STEP] or self._lasting(self._between_steps):
+                continue
+            if self._exhausted and not self._again:  # or a lane was lost before what was to be done
                 return
 
     def _until_a_pause(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Batches, until something is to be done between two steps for which the next one waits."""
+        self._exhausted = False
         while not ((self.pilot and self.pilot.wants_to_look) or self._lanes_come_back):
             self._look_for_snapshot()  # the one of the step before, or there would be none now
             if self._recovery.is_due:
@@ -119,6 +123,7 @@ class Run(FlowOnLanes):
                 self._begin_snapshot()
             batch = next(batches, None)
             if batch is None:
+                self._exhausted = True
                 return
             self._recovery.feed(self._methods.checked(batch))
             yield batch
