@@ -101,9 +101,55 @@ def test_slots_of_the_padding_count_where_room_is_short(naps: set[int], cells: i
     assert_same(replayed, plain)
 
 
-def carried_out(engine: NativeEngine, events: dict[int, str]) -> dict[int, Completion]:
+@settings(deadline=None, max_examples=30)
+@given(
+    events=st.dictionaries(st.integers(1, 40), st.sampled_from(("nap", "weights", "abort"))),
+    max_running=st.integers(1, 24),
+    cells=st.none() | st.integers(CONTEXT, 6 * CONTEXT),
+)
+def test_a_step_begun_before_the_last_tokens_are_read(
+    events: dict[int, str], max_running: int, cells: int | None
+) -> None:
+    """Requests end by stop tokens, which are not known when the next step begins."""
+    limits = {"cache_bytes": cells and cells * CELL_BYTES, "max_running": max_running}
+    again = dict.fromkeys((step for step, event in events.items() if event == "nap"), "nap")
+    stops = tuple(range(0, VOCAB_SIZE, 7))
+    plain = carried_out(engine_of(MODEL, None, **limits), again, stops)
+    ahead = engine_of(MODEL, Tape(), ahead=True, **limits)
+    assert_same(carried_out(ahead, again, stops), plain)
+    assert any(one.finish_reason == "stop" for one in plain.values())
+
+    disturbed = carried_out(engine_of(MODEL, Tape(), ahead=True, **limits), events, stops)
+    assert disturbed.keys() == plain.keys()
+    for number, done in disturbed.items():
+        versions = done.token_versions.tolist()
+        assert versions == sorted(versions)
+        old = versions.count(0)  # drawn by the weights that `plain` has
+        assert done.token_ids[:old].tolist() == plain[number].token_ids[:old].tolist()
+        if set(versions) <= {0} and done.finish_reason != "abort":
+            assert done.token_ids.tolist() == plain[number].token_ids.tolist()
+
+
+def test_a_request_that_ends_in_flight_is_given_to_who_aborts_it() -> None:
+    """Or it would come up among the requests of who steps the engine next."""
+    engine = engine_of(MODEL, Tape(), ahead=True)
+    engine.submit([Request(0, [1, 2, 3], 5, SamplingParams(9))])
+    (expected,) = drain(engine).values()
+    stop = SamplingParams(9, stop_token_ids=(int(expected.token_ids[3]),))
+    engine.submit([Request(0, [1, 2, 3], 5, stop)])
+    for _ in range(3):
+        assert not engine.step()
+    (found,) = engine.abort([0])
+    assert found.finish_reason == "stop"
+    assert found.token_ids.tolist() == expected.token_ids.tolist()[:4]
+    assert not engine.busy
+
+
+def carried_out(
+    engine: NativeEngine, events: dict[int, str], stops: tuple[int, ...] = ()
+) -> dict[int, Completion]:
     """What 21 requests draw while this happens before steps; the budget is kept."""
-    engine.submit(requests(21))
+    engine.submit(requests(21, stop_token_ids=stops))
     done: dict[int, Completion] = {}
     for step in range(2000):
         match events.get(step):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from m2flow.generation import captured, paged_attention
+from m2flow.generation import captured, paged_attention, shared_prefix
 from m2flow.generation.architecture import architecture_of
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.pages import PagedCache
@@ -35,6 +35,8 @@ def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "PLAIN_STEPS", 1)
     monkeypatch.setattr(captured, "COLUMN_STEP", 8)
     monkeypatch.setattr("m2flow.generation.running.COLUMN_STEP", 8)
+    monkeypatch.setattr(shared_prefix, "BLOCK", 2)
+    monkeypatch.setattr(shared_prefix, "WORTH", 1)
 
 
 def engine_of(model: Any, paged: bool, **limits: Any) -> NativeEngine:
@@ -68,9 +70,10 @@ def test_pages_draw_what_slots_draw(name: str) -> None:
     max_running=st.integers(1, 12),
     pages=st.none() | st.integers(CONTEXT // PAGE + 1, 5 * CONTEXT // PAGE),
     recorded=st.booleans(),
+    ahead=st.booleans(),
 )
 def test_whatever_happens_between_steps(
-    events: dict[int, str], max_running: int, pages: int | None, recorded: bool
+    events: dict[int, str], max_running: int, pages: int | None, recorded: bool, ahead: bool
 ) -> None:
     """Naps, other weights, aborted requests, a budget that is too small, recorded steps."""
     budget = None if pages is None else pages * PAGE * CELL_BYTES
@@ -82,6 +85,7 @@ def test_whatever_happens_between_steps(
             max_running=max_running,
             cache_bytes=budget if paged else None,
             capture=Tape() if recorded and paged else None,
+            ahead=ahead and paged,
         )
         found.append(carried_out(engine, events))
     for number, done in found[1].items():
@@ -124,6 +128,81 @@ def check(cache: PagedCache, engine: NativeEngine) -> None:
     assert len(own) * PAGE <= tokens_held(engine) + PAGE * len(engine._running)
     if cache.max_cells is not None:
         assert len(own) * PAGE <= cache.max_cells
+    check_teams(cache, engine)
+
+
+def check_teams(cache: PagedCache, engine: NativeEngine) -> None:
+    """Whoever reads together has the same prompt, and the same keys and values for it."""
+    if not engine._running._teams_stand:
+        return  # rows came or went; the next step looks at them
+    teams = [team for team in cache._table_TA[: cache.teams].tolist() if team[0]]
+    of_rows = {row: tokens for tokens, *rows in teams for row in rows if row >= 0}
+    for row, tokens in enumerate(cache._shared_R.tolist()):
+        assert tokens == of_rows.get(row, 0)
+    for tokens, *rows in teams:
+        first, *others = [engine._running.sequences[row] for row in rows if row >= 0]
+        assert others
+        assert 0 < tokens <= len(first.prompt) + len(first.tokens)
+        content = held(cache, rows[0], tokens)
+        for row, other in zip(rows[1:], others, strict=False):
+            assert other.context[:tokens] == first.context[:tokens]
+            assert torch.equal(held(cache, row, tokens), content)
+
+
+def held(cache: PagedCache, row: int, tokens: int) -> Tensor:
+    """Keys and values of a row's first tokens."""
+    return cache._kv_LPSKW[:, cache._pages_of[row]].flatten(1, 2)[:, :tokens]
+
+
+def test_teams() -> None:
+    """Of rows that began from one prefill, sixteen at most, in whole blocks."""
+    teams = shared_prefix.teams_of
+    assert teams([(7, 5), (3, 9), (7, 5), (3, 9), (3, 9), (8, 9)]) == [([0, 2], 4), ([1, 3, 4], 8)]
+    assert teams([(1, 1), (1, 1), (-1, 0), (-1, 0)]) == []
+    many = teams([(0, 2)] * 33)
+    assert [len(team.rows) for team in many] == [16, 16], "one row alone is no team"
+
+
+def test_teams_must_spare_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefix, "WORTH", 9)
+    assert shared_prefix.teams_of([(0, 4)] * 3) == []
+    assert len(shared_prefix.teams_of([(0, 4)] * 4)) == 1
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_groups_read_their_prompts_together(recorded: bool) -> None:
+    """Steps are recorded for the number of teams, which grows less as answers end."""
+    asked = [
+        Request(n, [n // 8 + 1] * 9, n, SamplingParams(2 + n % 8 * (1 + n // 8))) for n in range(32)
+    ]
+    found, seen = [], set()
+    for paged in (False, True):
+        engine = engine_of(MODEL, paged, capture=Tape() if recorded and paged else None)
+        engine.submit(asked)
+        done: dict[int, Completion] = {}
+        while engine.busy:
+            done |= {one.id: one for one in engine.step()}
+            if isinstance(engine._cache, PagedCache):
+                seen.add(engine._cache.teams)
+                check_teams(engine._cache, engine)
+        found.append(done)
+    assert_same(found[1], found[0])
+    assert seen >= {4, 1, 0}
+
+
+def test_other_weights_make_another_prefix() -> None:
+    """Rows from before and after have the same prompt, and other keys and values."""
+    engine = engine_of(MODEL, True)
+    engine.submit([Request(n, [1, 2, 3, 4], n, SamplingParams(20)) for n in range(3)])
+    engine.step()
+    engine.install(OTHER.state_dict(), 1)
+    engine.submit([Request(n, [1, 2, 3, 4], n, SamplingParams(20)) for n in range(3, 6)])
+    engine.step()
+    engine.step()
+    cache = engine._cache
+    assert isinstance(cache, PagedCache)
+    assert [team[1:4] for team in cache._table_TA[: cache.teams].tolist()] == [[0, 1, 2], [3, 4, 5]]
+    check_teams(cache, engine)
 
 
 def test_a_long_answer_takes_no_memory_from_short_ones() -> None:

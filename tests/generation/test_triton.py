@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from m2flow.algorithms import sampling
-from m2flow.generation import kernels, pages
+from m2flow.generation import kernels, pages, shared_prefix
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Completion
+from m2flow.generation.shared_prefix import SharedPrefixes
 from tests.generation.page_reader import read_pages
 from tests.generation.small_models import drain, small_model
 from tests.generation.test_captured import requests
@@ -54,6 +55,52 @@ def test_attention_over_pages(
             longest=1024, scale=width**-0.5, window=window, cap=cap, out_BKGD=found[-1],
         )  # fmt: skip
     torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shared_parts", [1, 4])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("heads", "width", "cap"), [((12, 2), 64, None), ((4, 4), 8, 5.0)])
+def test_teams_read_what_they_have_in_common_once(
+    heads: tuple[int, int],
+    width: int,
+    cap: float | None,
+    parts: int,
+    shared_parts: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Teams of two and three, a row in no team, a team that is none; the common tokens of all but
+    the first row of a team are not there to be read."""
+    monkeypatch.setattr(triton_attention, "parts_of", lambda *_: parts)
+    monkeypatch.setattr(triton_attention, "shared_parts_of", lambda *_: shared_parts)
+    torch.manual_seed(0)
+    query_heads, kv_heads = heads
+    lengths = torch.tensor([321, 500, 65, 700, 333, 320 + 64]).int()
+    teams = torch.full((4, 1 + shared_prefix.TEAM), -1).int()
+    teams[0, :4] = torch.tensor([320, 4, 0, 5])
+    teams[1, :3] = torch.tensor([448, 3, 1])
+    teams[2:, 0] = 0
+    shared = SharedPrefixes(teams, torch.tensor([320, 448, 0, 448, 320, 320]).int())
+    key, value = torch.randn(24, 256, kv_heads, 2 * width).chunk(2, dim=-1)
+    table = torch.randperm(18).view(6, 3).int() + 1
+    query = torch.randn(6, query_heads, width).unflatten(1, (kv_heads, -1))
+    for row, tokens in ((0, 320), (5, 320), (1, 448)):
+        for first in range(0, tokens, 256):
+            key[table[row, first // 256], : min(256, tokens - first)] = torch.nan
+    found = []
+    for read in (triton_attention.attend, read_pages):
+        found.append(torch.full_like(query, torch.nan))
+        read(
+            query, key, value, table, lengths, longest=768, scale=width**-0.5, window=None,
+            cap=cap, shared=shared, out_BKGD=found[-1],
+        )  # fmt: skip
+    torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("programs", [1, 32, 64, 512])
+def test_parts_of_what_is_shared(programs: int) -> None:
+    parts = triton_attention.shared_parts_of(programs, 132)
+    assert parts in (1, 2, 4, 8, 16)
+    assert parts == 1 or programs * parts <= 132
 
 
 @pytest.mark.parametrize("programs", [1, 64, 512, 5000])

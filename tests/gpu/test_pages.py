@@ -10,6 +10,7 @@ from m2flow.generation.captured import CudaCapture
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.pages import PagedCache
 from m2flow.generation.records import Request, SamplingParams
+from m2flow.generation.shared_prefix import TEAM, SharedPrefixes
 from tests.generation.small_models import drain, small_model
 
 triton_attention = pytest.importorskip("m2flow.generation.triton_attention")
@@ -51,6 +52,69 @@ def test_the_kernel_reads_pages(heads: tuple[int, int], window: int | None, read
             score = keys[:, of] @ query[row, head].float() * 128**-0.5
             expected = score.softmax(0) @ values[:, of]
             torch.testing.assert_close(found[row, head].float(), expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("heads", [(12, 2), (28, 4), (8, 8)])
+@pytest.mark.parametrize("rows", [6, 80])
+def test_teams_read_what_they_have_in_common_once(rows: int, heads: tuple[int, int]) -> None:
+    """What is common is in the pages of a team's first row alone; the others have noise there."""
+    query_heads, kv_heads = heads
+    torch.manual_seed(0)
+    page, most, common = paged_attention.PAGE, 3, 320
+    kv = torch.randn(3 * rows + 1, page, kv_heads, 256, device="cuda").bfloat16()
+    key, value = kv.chunk(2, dim=-1)
+    table = torch.randperm(3 * rows, device="cuda").view(rows, most).int() + 1
+    lengths = torch.randint(common + 1, most * page, (rows,), device="cuda").int()
+    query = torch.randn(rows, query_heads, 128, device="cuda").bfloat16()
+    teams = torch.full((8, 1 + TEAM), -1).int()
+    for team, first in enumerate(range(0, rows, TEAM)):
+        members = torch.arange(first, min(first + TEAM, rows)).int()
+        teams[team, : 1 + len(members)] = torch.cat([torch.tensor([common]).int(), members])
+    teams[-(-rows // TEAM) :, 0] = 0
+    shared = SharedPrefixes(teams.cuda(), torch.full((rows,), common).int().cuda())
+    found, groups = torch.empty_like(query), (kv_heads, -1)
+    triton_attention.attend(
+        query.unflatten(1, groups), key, value, table, lengths, longest=most * page,
+        scale=128**-0.5, window=None, cap=None, shared=shared,
+        out_BKGD=found.unflatten(1, groups),
+    )  # fmt: skip
+    for row in range(rows):
+        keys, values = (
+            torch.cat([pages[table[one].long()].flatten(0, 1)[part] for one, part in parts]).float()
+            for pages in (key, value)
+            for parts in [
+                ((row // TEAM * TEAM, slice(common)), (row, slice(common, int(lengths[row]))))
+            ]
+        )
+        for head in range(query_heads):
+            of = head // (query_heads // kv_heads)
+            score = keys[:, of] @ query[row, head].float() * 128**-0.5
+            expected = score.softmax(0) @ values[:, of]
+            torch.testing.assert_close(found[row, head].float(), expected, atol=0.02, rtol=0.02)
+
+
+def test_groups_draw_the_same_together_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts of groups; most of what is drawn before rounding parts the two."""
+    model = small_model("qwen2").to(torch.bfloat16)
+    model.config.max_position_embeddings = 1024
+    device, alike, teams = torch.device("cuda:0"), [], []
+    found = []
+    for worth in (1, 1 << 40):
+        monkeypatch.setattr("m2flow.generation.shared_prefix.WORTH", worth)
+        engine = NativeEngine(
+            model.config, dtype=torch.bfloat16, device=device, capture=CudaCapture(device)
+        )
+        engine.install(model.state_dict(), 0)
+        engine.submit([Request(n, [n // 8 + 1] * 200, n, SamplingParams(60)) for n in range(32)])
+        engine.step()
+        engine.step()
+        assert isinstance(engine._cache, PagedCache)
+        teams.append(engine._cache.teams)
+        found.append(drain(engine))
+    assert teams == [4, 0]
+    for number, one in found[0].items():
+        alike.append((one.token_ids[:20] == found[1][number].token_ids[:20]).float().mean())
+    assert torch.stack(alike).mean() > 0.9
 
 
 def test_an_engine_keeps_pages_and_records_its_steps() -> None:

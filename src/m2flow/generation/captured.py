@@ -108,11 +108,13 @@ class Size:
         rows: that are computed.
         columns: of the cache that are read.
         passed: columns that every row has, so that layers with a window may leave some out.
+        teams: that read prompts together.
     """
 
     rows: int
     columns: int
     passed: int = 0
+    teams: int = 0
 
 
 class CapturedSteps:

@@ -15,6 +15,7 @@ Legend: N rows, I input features, O output features, E normalised channels.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -31,6 +32,11 @@ _MIN_PREPACKED = 1 << 18  # weights of a matrix; measured, crossing at 100 to 25
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and all(
     hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight")
 )
+
+
+def on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """An int64 tensor of numbers, without waiting for what the device is at."""
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def padded_rows(num_rows: int) -> int:

@@ -36,7 +36,7 @@ from m2flow.generation.paged_attention import PageReader, reader_of, reason_agai
 from m2flow.generation.pages import PagedCache
 from m2flow.generation.prefixes import Prefixes
 from m2flow.generation.records import Completion, FinishReason, Request
-from m2flow.generation.running import RunningBatch
+from m2flow.generation.running import Drawn, RunningBatch
 from m2flow.generation.sequence import RunningSequence
 from m2flow.generation.stop_strings import TextOf
 from m2flow.generation.supported import check_supported
@@ -72,6 +72,9 @@ class NativeEngine:
             lanes, of models with experts and of transformers' own forward pass always do.
         read: attends over keys and values in pages; None: what the device has for it, and where it
             has nothing they are kept in slots.
+        ahead: whether a decode step is begun before the tokens of the one before are here, so that
+            the device need not wait for the host; a sequence that ends by them has drawn one token
+            in vain. None: where steps are recorded on CUDA.
 
     Raises:
         UserError: the architecture is not computed here, or does not divide over so many lanes.
@@ -91,6 +94,7 @@ class NativeEngine:
         text_of: TextOf | None = None,
         capture: Capture | None = None,
         read: PageReader | None = None,
+        ahead: bool | None = None,
     ) -> None:
         self._text_of = text_of
         self.device = torch.device(device)
@@ -118,6 +122,10 @@ class NativeEngine:
             device=self.device,
             parallel=parallel,
         )
+        on_cuda = self.captured is not None and self.device.type == "cuda"
+        self._ahead = on_cuda if ahead is None else ahead
+        self._in_flight: Drawn | None = None
+        self._done: list[Completion] = []  # that the next step gives
         self._prefixes = Prefixes(self._decoder, self._cache, prefill_tokens)
         self._state = MovableState(self._tensors, Place(device=str(self.device), spill=spill))
         self._waiting: deque[RunningSequence] = deque()
@@ -129,7 +137,7 @@ class NativeEngine:
     @property
     def busy(self) -> bool:
         """Whether any request is running or waiting."""
-        return bool(self._live)
+        return bool(self._live or self._done)
 
     @property
     def logprob_dtype(self) -> torch.dtype:
@@ -172,27 +180,33 @@ class NativeEngine:
         """
         assert self._state.is_resident, "the engine sleeps: wake() first"
         assert self.version >= 0, "no weights: install() first"
-        ended: list[RunningSequence] = []
         with torch.inference_mode():
-            self._preempt()
-            if self._running:
-                ended += self._draw(self._decode(), first=0)
+            if self._in_flight is None:
+                self._preempt()
+                self._begin_step()
+            self._finish_step(ahead=self._ahead)
             if self._waiting:
-                ended += self._admit()
-        return [self._complete(s, "stop" if s.stopped else "length") for s in ended]
+                self._admit()
+        done, self._done = self._done, []
+        return done
 
     def abort(self, ids: Iterable[int]) -> list[Completion]:
         """Drop requests and return what they had drawn; their slots are free at once.
 
-        Ids that are not here are passed over: they may have finished the moment before.
+        Ids that are not here are passed over: they may have finished the moment before. A request
+        that finishes by what is in flight is returned as that.
         """
         assert self._state.is_resident, "the engine sleeps: wake() first"
-        aborted = {i: self._live[i] for i in dict.fromkeys(ids) if i in self._live}
+        self._finish_step()
+        wanted = dict.fromkeys(ids)
+        finished = [one for one in self._done if one.id in wanted]
+        self._done = [one for one in self._done if one.id not in wanted]
+        aborted = {i: self._live[i] for i in wanted if i in self._live}
         self._waiting = deque(s for s in self._waiting if s.request.id not in aborted)
         running = enumerate(self._running.sequences)
         with torch.inference_mode():
             self._running.remove([row for row, s in running if s.request.id in aborted])
-        return [self._complete(sequence, "abort") for sequence in aborted.values()]
+        return finished + [self._complete(sequence, "abort") for sequence in aborted.values()]
 
     def install(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace all weights, between steps; running requests go on with the new ones.
@@ -208,6 +222,7 @@ class NativeEngine:
             ValueError: a name is missing or unknown, or a shape is wrong; nothing was replaced.
         """
         assert self._state.is_resident, "the engine sleeps: wake() first"
+        self._finish_step()
         with torch.inference_mode():
             self._decoder.install(weights)
         for sequence in self._live.values():
@@ -228,6 +243,7 @@ class NativeEngine:
         """
         if not self._state.is_resident:
             return
+        self._finish_step()
         self._rest()
         if isinstance(self._decoder, Decoder):
             self._decoder.weights.drop_prepacked()
@@ -281,11 +297,8 @@ class NativeEngine:
             self._running.remove(sorted(out))
             self.preemptions += len(out)
 
-    def _admit(self) -> list[RunningSequence]:
-        """Give free slots to waiting requests, and draw their first token from the prefill.
-
-        Take out and return those that ended by it.
-        """
+    def _admit(self) -> None:
+        """Give free slots to waiting requests, and draw their first token from the prefill."""
         lengths = self._running.lengths
         first = len(lengths)
         # Room to grow, so that who comes in need not leave at once.
@@ -299,13 +312,32 @@ class NativeEngine:
             fitting.append(sequence)
         admitted = [self._waiting.popleft() for _ in range(self._prefixes.prefill(fitting))]
         if not admitted:
-            return []
+            return
         admitted.sort(key=lambda sequence: -sequence.length)
         lengths += [sequence.length + 1 for sequence in admitted]
         self._cache.ensure(lengths, keep=first)
         logits_BV = self._prefixes.fill(admitted, first)
         self._running.add(admitted)
-        return self._draw(logits_BV, first)
+        self._take(self._running.draw(logits_BV, first))
+
+    def _begin_step(self) -> None:
+        """Have the next token of every running row drawn."""
+        if self._running:
+            self._in_flight = self._running.draw(self._decode())
+
+    def _finish_step(self, *, ahead: bool = False) -> None:
+        """Take what is in flight, if anything is; with `ahead` the next step is begun before.
+
+        It is not where a row ends by its length, or room is short: both are known beforehand.
+        """
+        drawn, self._in_flight = self._in_flight, None
+        if drawn is None:
+            return
+        with torch.inference_mode():
+            running = self._running
+            if ahead and self._cache.fits(running.lengths) and not running.ends_by_length:
+                self._begin_step()
+            self._take(drawn)
 
     def _decode(self) -> Tensor:
         """Logits of the next token of every running row, logits_BV."""
@@ -325,16 +357,20 @@ class NativeEngine:
         token_N, position_N, view = self._running.padded_inputs(size)
         return self._decoder.advance(token_N, position_N, size.rows, view)
 
-    def _draw(self, logits_BV: Tensor, first: int) -> list[RunningSequence]:
-        """The next token of the rows from `first` on; take out and return those that ended."""
-        tokens, logprobs = self._running.draw(logits_BV, first)
-        if not math.isfinite(math.fsum(logprobs)):
+    def _take(self, drawn: Drawn) -> None:
+        """Have tokens that were drawn, once they are here; sequences that end by them go."""
+        if not math.isfinite(math.fsum(drawn.read())):
             raise M2FlowError(
                 f"the weights of version {self.version} give logits that are not finite"
             )
-        drawn = zip(self._running.sequences[first:], tokens, logprobs, strict=True)
-        ended = [row for row, (s, t, logp) in enumerate(drawn, start=first) if s.take(t, logp)]
-        return self._running.remove(ended)
+        ended = [row for row, one in enumerate(self._running.sequences) if one.ended]
+        gone = self._running.remove(ended)
+        with torch.inference_mode(False):  # of a completion a loss can be taken
+            for sequence in gone:
+                reason: FinishReason = "stop" if sequence.stopped else "length"
+                self._done.append(self._complete(sequence, reason))
+        if not self._running:  # what is in flight is of those that have ended
+            self._in_flight = None
 
     def _complete(self, sequence: RunningSequence, reason: FinishReason) -> Completion:
         del self._live[sequence.request.id]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
+from m2flow.generation.shared_prefix import SharedPrefixes
 
 PAGE = 256
 """Tokens of a page: the kernel wants a multiple of it."""
@@ -42,6 +43,7 @@ class PageReader(Protocol):
         scale: float,
         window: int | None,
         cap: float | None,
+        shared: SharedPrefixes | None,
         out_BKGD: Tensor,
     ) -> None:
         """Attend with the last token of each sequence.
@@ -55,6 +57,8 @@ class PageReader(Protocol):
             scale: of the scores.
             window: tokens that are seen, the last one included; None for all.
             cap: scores are cap tanh(score / cap); None: as they are.
+            shared: what sequences have in common: each has it in its own pages, too, and a reader
+                may pay no heed. None where there is a window.
             out_BKGD: contiguous; takes the result.
         """
 
@@ -102,9 +106,10 @@ def attend(
     scale: float,
     window: int | None,
     cap: float | None,
+    shared: SharedPrefixes | None = None,
     out_BKGD: Tensor,
 ) -> None:
-    """Attend by torch's kernel; see `PageReader`."""
+    """Attend by torch's kernel, which reads each sequence's pages; see `PageReader`."""
     assert cap is None, "torch's kernel does not cap scores"
     query_BHD = query_BKGD.flatten(1, 2)
     starts = torch.arange(len(query_BHD) + 1, dtype=torch.int32, device=query_BHD.device)

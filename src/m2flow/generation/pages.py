@@ -9,7 +9,7 @@ there. What reads the pages is a `PageReader`.
 Legend: L layers, P pages, S tokens of a page, N = P S tokens in all, K key-value heads, W = 2 D the
 key and the value of a head side by side, Z = K W; R rows of the table, M pages of a row at most,
 B running rows, X = B K the heads of all rows, G query heads of a key-value head, U prompts, C
-columns: tokens of a row.
+columns: tokens of a row; T teams, A what is known of one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
-from m2flow.generation.kernels import fused
+from m2flow.generation.kernels import fused, on_device
 from m2flow.generation.kv_cache import RowSpan
-from m2flow.generation.paged_attention import PAGE, PageReader
+from m2flow.generation.paged_attention import PAGE, PageReader, attend
+from m2flow.generation.shared_prefix import TEAM, SharedPrefixes, Team, teams_of
 
 NOBODY = 0
 """The page of rows that do not run."""
@@ -41,6 +42,8 @@ class PagedCache:
     Attributes:
         layout: number of the present layout: addresses are the same while it is.
         columns: tokens that a row can have.
+        teams: a power of 2 that is not below the number of teams that read prompts together; 0 for
+            none.
     """
 
     has_windows = False
@@ -62,6 +65,7 @@ class PagedCache:
         a = architecture
         self._architecture, self._dtype, self._device = a, dtype, device
         self._read, self._rows, self._page = read, rows, PAGE
+        self._together = read is not attend  # torch's kernel would not heed teams
         page_bytes = 2 * a.layers * a.kv_heads * a.head_dim * dtype.itemsize * PAGE
         self._most_pages = None if budget is None else budget // page_bytes
         self._row_pages = -(-a.max_position // PAGE)
@@ -79,6 +83,11 @@ class PagedCache:
         self._table_RM = torch.full(
             (self._rows, self._row_pages), NOBODY, dtype=torch.int32, device=self._device
         )
+        self._table_TA = torch.full(
+            (self._rows, 1 + TEAM), -1, dtype=torch.int32, device=self._device
+        )
+        self._shared_R = torch.zeros(self._rows, dtype=torch.int32, device=self._device)
+        self.teams = 0
         self._take(0)
         if self._device.type == "cuda":
             # Else torch keeps the memory and cuts from it what others ask for: there would be room
@@ -91,7 +100,7 @@ class PagedCache:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All that takes memory."""
-        return self._kv_LPSKW, self._table_RM
+        return self._kv_LPSKW, self._table_RM, self._table_TA, self._shared_R
 
     def tensors_of(self, kv_LUKPW: Tensor) -> tuple[Tensor, ...]:
         """All that a prefill left behind."""
@@ -115,7 +124,7 @@ class PagedCache:
         for (row, _), page in zip(missing, pages, strict=True):
             self._pages_of[row].append(page)
         rows, places = zip(*missing, strict=True)
-        row, place, page = torch.tensor([rows, places, pages], device=self._device)
+        row, place, page = on_device([rows, places, pages], self._device)
         self._table_RM[row, place] = page.int()
 
     def keep(self, rows: int) -> None:
@@ -132,7 +141,7 @@ class PagedCache:
         for source, target in zip(sources, targets, strict=True):
             self._free += self._pages_of[target]
             self._pages_of[target], self._pages_of[source] = self._pages_of[source], []
-        source, target = torch.tensor([sources, targets], device=self._device)
+        source, target = on_device([sources, targets], self._device)
         self._table_RM[target] = self._table_RM[source]
         self._table_RM[source] = NOBODY
 
@@ -148,6 +157,24 @@ class PagedCache:
             some_UCKW = kv_UKPW[:, :, :columns].index_select(0, prompts).transpose(1, 2)
             flat_NZ.index_copy_(0, token_N, some_UCKW.reshape(len(token_N), -1))
 
+    def share(self, prefixes: Sequence[tuple[int, int]]) -> None:
+        """Have rows that began alike read that together; see `teams_of`."""
+        teams = teams_of(prefixes) if self._together else []
+        if not teams and not self.teams:
+            return
+        self.teams = 1 << (len(teams) - 1).bit_length() if teams else 0
+        table = [
+            [team.tokens, *team.rows, *[-1] * (TEAM - len(team.rows))]
+            for team in [*teams, *[Team((), 0)] * (self.teams - len(teams))]
+        ]
+        shared = [0] * self._rows
+        for team in teams:
+            for row in team.rows:
+                shared[row] = team.tokens
+        if table:
+            self._table_TA[: len(table)] = on_device(table, self._device).int()
+        self._shared_R.copy_(on_device(shared, self._device))
+
     def view(self, position_B: Tensor, spans: Sequence[RowSpan]) -> PagedView:
         """What one decode step needs: where each row's next token goes, and what rows attend to.
 
@@ -160,7 +187,11 @@ class PagedCache:
         page_B = table_BM.gather(1, place_B1).squeeze(1).long()
         token_B = page_B * self._page + position_B % self._page
         columns = max(span.longest for span in spans)
-        return PagedView(self._kv_LPSKW, self._read, table_BM, position_B, token_B, columns)
+        shared = None
+        if self.teams:
+            tokens_B = self._shared_R.narrow(0, 0, len(position_B))
+            shared = SharedPrefixes(self._table_TA.narrow(0, 0, self.teams), tokens_B)
+        return PagedView(self._kv_LPSKW, self._read, table_BM, position_B, token_B, columns, shared)
 
     def spans(self, lengths: Sequence[int]) -> list[RowSpan]:
         """One, of all rows."""
@@ -205,6 +236,7 @@ class PagedView:
         table_BM: pages of each row.
         position_B: of each row's new token, and `token_B` where in a layer it lies.
         columns: that no row has more of.
+        shared: what rows have in common.
     """
 
     def __init__(
@@ -215,8 +247,9 @@ class PagedView:
         position_B: Tensor,
         token_B: Tensor,
         columns: int,
+        shared: SharedPrefixes | None,
     ) -> None:
-        self._kv_LPSKW, self._read = kv_LPSKW, read
+        self._kv_LPSKW, self._read, self._shared = kv_LPSKW, read, shared
         self._flat_LNZ = kv_LPSKW.flatten(1, 2).flatten(2)
         self._table_BM, self._token_B, self._columns = table_BM, token_B, columns
         self._length_B = (position_B + 1).int()
@@ -253,5 +286,6 @@ class PagedView:
             scale=scale,
             window=window,
             cap=cap,
+            shared=self._shared if window is None else None,
             out_BKGD=out_XGD.unflatten(0, (rows, -1)),
         )

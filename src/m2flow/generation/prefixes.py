@@ -8,13 +8,16 @@ spread over many steps. Must be cleared when the weights change.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from m2flow.generation.decoder import Decoder, Prefilled
+from m2flow.generation.kernels import on_device
 from m2flow.generation.kv_cache import KVCache
 from m2flow.generation.own_forward import OwnForward, OwnSlots
 from m2flow.generation.pages import PagedCache
@@ -24,6 +27,14 @@ Ids = tuple[int, ...]
 
 MAX_TOKENS = 8192
 """Of prompts, in a step; and of a prefill pass, padding included."""
+
+
+class _Kept(NamedTuple):
+    """A prompt's place in what was prefilled, and a number that no other has had."""
+
+    made: Prefilled
+    index: int
+    number: int
 
 
 class Prefixes:
@@ -43,7 +54,8 @@ class Prefixes:
         self._decoder, self._cache = decoder, cache
         self._max_tokens = max_tokens
         self._users: Counter[Ids] = Counter()
-        self._kept: dict[Ids, tuple[Prefilled, int]] = {}
+        self._kept: dict[Ids, _Kept] = {}
+        self._numbers = itertools.count()
         self._begun: dict[Ids, tuple[Prefilled, int]] = {}
         """Contexts that are in pieces, and how many tokens of them are done."""
 
@@ -73,9 +85,11 @@ class Prefixes:
 
     def tensors(self) -> Iterator[Tensor]:
         """All that is kept; what several prompts share comes several times."""
-        for prefilled, _ in (*self._kept.values(), *self._begun.values()):
-            yield prefilled.logits_UV
-            yield from self._cache.tensors_of(prefilled.kv)
+        for made in [kept.made for kept in self._kept.values()] + [
+            made for made, _ in self._begun.values()
+        ]:
+            yield made.logits_UV
+            yield from self._cache.tensors_of(made.kv)
 
     def prefill(self, sequences: Sequence[RunningSequence]) -> int:
         """Prefills what a step may; returns how many sequences, from the first on, are prefilled.
@@ -99,8 +113,12 @@ class Prefixes:
             ready += 1
         for batch in batches(whole, limit):
             made = self._decoder.prefill(batch)
-            self._kept.update((ids, (made, index)) for index, ids in enumerate(batch))
+            for index, ids in enumerate(batch):
+                self._keep(ids, made, index)
         return ready
+
+    def _keep(self, ids: Ids, made: Prefilled, index: int) -> None:
+        self._kept[ids] = _Kept(made, index, next(self._numbers))
 
     def _go_on(self, ids: Ids, tokens: int) -> int:
         """Prefill up to so many further tokens of a long context; return how many it were."""
@@ -110,7 +128,7 @@ class Prefixes:
         end = min(len(ids), done + tokens)
         made = self._decoder.prefill([ids[:end]], done, kv)
         if end == len(ids):
-            self._kept[ids] = made, 0
+            self._keep(ids, made, 0)
         else:
             self._begun[ids] = made, end
         return end - done
@@ -124,13 +142,14 @@ class Prefixes:
         contexts = [sequence.context for sequence in sequences]
         passes: dict[int, tuple[Prefilled, list[int]]] = {}
         for order, ids in enumerate(contexts):
-            prefilled, _ = self._kept[ids]
-            passes.setdefault(id(prefilled), (prefilled, []))[1].append(order)
+            kept = self._kept[ids]
+            sequences[order].prefix = kept.number, len(ids)
+            passes.setdefault(id(kept.made), (kept.made, []))[1].append(order)
         device, some_UV = self._decoder.device, next(iter(passes.values()))[0].logits_UV
         logits_BV = some_UV.new_empty(len(sequences), some_UV.shape[1])
         for prefilled, orders in passes.values():
-            prompts = torch.tensor([self._kept[contexts[i]][1] for i in orders]).to(device)
-            targets = torch.tensor(orders, device=device)
+            prompts = on_device([self._kept[contexts[i]].index for i in orders], device)
+            targets = on_device(orders, device)
             columns = max(sequences[i].length for i in orders)
             self._cache.write_prompts(targets + first, prefilled.kv, prompts, columns)
             logits_BV[targets] = prefilled.logits_UV[prompts]

@@ -9,13 +9,14 @@ Legend: B running rows, N rows computed, which is B padded, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from m2flow.generation.captured import COLUMN_STEP, Size, padded_count
-from m2flow.generation.kernels import draw, padded_rows
+from m2flow.generation.kernels import draw, on_device, padded_rows
 from m2flow.generation.kv_cache import KVCache, RowSpan
 from m2flow.generation.own_forward import OwnSlots
 from m2flow.generation.pages import PagedCache
@@ -25,6 +26,31 @@ from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 # Fields of a row, one int64 each: the token to feed and its position, how many tokens are drawn,
 # and the seed.
 _TOKEN, _POSITION, _DRAWN, _SEED = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens that were drawn, on their way to the host.
+
+    Attributes:
+        sequences: whose next tokens they are.
+        token_B, logprob_B: they and their log-probabilities, on the host once `arrived`.
+        arrived: CUDA event after their copies; None where they are on the host already.
+    """
+
+    sequences: Sequence[RunningSequence]
+    token_B: Tensor
+    logprob_B: Tensor
+    arrived: Any = None
+
+    def read(self) -> list[float]:
+        """Wait for the tokens and give them to their sequences; the log-probabilities of all."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens, logprobs = self.token_B.tolist(), self.logprob_B.tolist()
+        for sequence, token, logprob in zip(self.sequences, tokens, logprobs, strict=True):
+            sequence.take(token, logprob)
+        return logprobs
 
 
 class RunningBatch:
@@ -48,6 +74,7 @@ class RunningBatch:
         self.sequences: list[RunningSequence] = []
         self._parallel = parallel
         self._cache, self._device = cache, device
+        self._teams_stand = True
         shape = (4, max(padded_rows(max_running), padded_count(max_running)))
         self._state = torch.zeros(shape, dtype=torch.int64, device=device)
 
@@ -59,12 +86,18 @@ class RunningBatch:
         """Columns that each sequence needs in the next decode step."""
         return [sequence.length for sequence in self.sequences]
 
+    @property
+    def ends_by_length(self) -> bool:
+        """Whether a sequence is as long as it may be, once what is in flight has come."""
+        return any(sequence.at_limit for sequence in self.sequences)
+
     def add(self, sequences: Sequence[RunningSequence]) -> None:
         """Appends rows; their slots hold all of their tokens already."""
         first, end = len(self), len(self) + len(sequences)
         fields = [[0, s.length - 1, len(s.tokens), s.request.seed] for s in sequences]
-        self._state[:, first:end] = torch.tensor(fields, device=self._device).T
+        self._state[:, first:end] = on_device(fields, self._device).T
         self.sequences += sequences
+        self._teams_stand = False
 
     def remove(self, rows: Sequence[int]) -> list[RunningSequence]:
         """Takes rows out; later ones move into the gaps, so that the batch stays dense."""
@@ -77,9 +110,10 @@ class RunningBatch:
             sources, targets = zip(*moved, strict=True)
             columns = max(self.sequences[row].length for row in sources)
             self._cache.move(sources, targets, min(columns, self._cache.columns))
-            index = torch.tensor([targets, sources], device=self._device)
+            index = on_device([targets, sources], self._device)
             self._state[:, index[0]] = self._state[:, index[1]]
         self.sequences = [self.sequences[row] for row in order]
+        self._teams_stand = False
         self._cache.keep(len(self))
         return leaving
 
@@ -90,6 +124,7 @@ class RunningBatch:
         """
         lengths = self.lengths
         self._cache.ensure(lengths, keep=len(self))
+        self._team_up()
         token_N, position_N = self._state[: _POSITION + 1, : padded_rows(len(self))]
         position_B = position_N.narrow(0, 0, len(self))
         view = self._cache.view(position_B, self._cache.spans(lengths))
@@ -104,13 +139,23 @@ class RunningBatch:
         assert isinstance(self._cache, KVCache | PagedCache)
         running, lengths = len(self), self.lengths
         self._cache.ensure(lengths, keep=running)
+        teams = self._team_up()
         rows, passed = padded_count(running), 0
         if self._cache.has_windows:
             passed = min(lengths) // COLUMN_STEP * COLUMN_STEP
         if rows > running:
             self._state[: _POSITION + 1, running:rows] = self._state[: _POSITION + 1, :1]
         columns = self._cache.padded_columns(max(lengths))
-        return Size(rows, min(columns, self._cache.columns), passed)
+        return Size(rows, min(columns, self._cache.columns), passed, teams)
+
+    def _team_up(self) -> int:
+        """Have the cache know which rows began alike; how many teams a step has room for."""
+        if not isinstance(self._cache, PagedCache):
+            return 0
+        if not self._teams_stand:
+            self._cache.share([sequence.prefix for sequence in self.sequences])
+            self._teams_stand = True
+        return self._cache.teams
 
     def padded_inputs(self, size: Size) -> tuple[Tensor, Tensor, Any]:
         """What `decode_inputs` gives, for a size that `pad` has made, at fixed addresses."""
@@ -118,12 +163,8 @@ class RunningBatch:
         span = RowSpan(size.rows, size.passed, size.columns)
         return token_N, position_N, self._cache.view(position_N, [span])
 
-    def draw(self, logits_BV: Tensor, first: int = 0) -> tuple[list[int], list[float]]:
-        """Samples the next token of the rows from `first` on; it is what they feed next.
-
-        Returns:
-            tokens and their log-probabilities.
-        """
+    def draw(self, logits_BV: Tensor, first: int = 0) -> Drawn:
+        """Samples the next token of the rows from `first` on; it is what they feed next."""
         token_B, position_B, drawn_B, seed_B = self._state[:, first : len(self)]
         params = self.sequences[0].request.params
         drawn = draw(logits_BV, seed_B, drawn_B, params)
@@ -131,7 +172,18 @@ class RunningBatch:
         token_B.copy_(new_token_B)
         position_B.add_(1)
         drawn_B.add_(1)
-        return new_token_B.tolist(), logprob_B.tolist()
+        sequences = self.sequences[first:]
+        for sequence in sequences:
+            sequence.in_flight += 1
+        if not new_token_B.is_cuda:
+            return Drawn(sequences, new_token_B, logprob_B)
+        on_host = [
+            torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+            for x in (new_token_B, logprob_B)
+        ]
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(self._device))
+        return Drawn(sequences, on_host[0], on_host[1], arrived)
 
 
 def closed(lengths: Sequence[int], gone: Sequence[int], span: int) -> list[int]:

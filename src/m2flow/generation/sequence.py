@@ -19,8 +19,11 @@ class RunningSequence:
         "_limit",
         "_stop",
         "_stop_strings",
+        "ended",
+        "in_flight",
         "logprobs",
         "number",
+        "prefix",
         "prompt",
         "request",
         "stopped",
@@ -36,7 +39,11 @@ class RunningSequence:
         self.prompt: tuple[int, ...] = tuple(ids.tolist() if isinstance(ids, Tensor) else ids)
         self.tokens = list(request.begun.token_ids)
         self.logprobs = list(request.begun.logprobs)
-        self.stopped = False
+        self.stopped = self.ended = False
+        self.in_flight = 0
+        """Tokens that are being drawn, and are not known here yet."""
+        self.prefix = (-1, 0)
+        """Number of the prefill that it began from in its slot, and the tokens of that."""
         self._limit = request.params.max_new_tokens
         assert len(self.tokens) < self._limit, "a completion that has begun is not at its end"
         self._stop = frozenset(request.params.stop_token_ids)
@@ -52,22 +59,30 @@ class RunningSequence:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and completion so far."""
-        return len(self.prompt) + len(self.tokens)
+        """Tokens of prompt and completion so far, those in flight included."""
+        return len(self.prompt) + len(self.tokens) + self.in_flight
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether the completion ends by its length, once what is in flight has come."""
+        return len(self.tokens) + self.in_flight >= self._limit
 
     @property
     def context(self) -> tuple[int, ...]:
         """Prompt and completion so far: what is prefilled when it gets a slot."""
         return (*self.prompt, *self.tokens)
 
-    def take(self, token: int, logprob: float) -> bool:
-        """Appends a drawn token; True when the completion has ended by it."""
+    def take(self, token: int, logprob: float) -> None:
+        """Appends a drawn token that has come, unless the completion has ended before it."""
+        self.in_flight -= 1
+        if self.ended:
+            return
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.stopped = token in self._stop or (
             self._stop_strings is not None and self._stop_strings.completed_by(token)
         )
-        return self.stopped or len(self.tokens) == self._limit
+        self.ended = self.stopped or len(self.tokens) == self._limit
 
     def mark(self, version: int) -> None:
         """Notes that the tokens taken since the last mark were drawn by `version`."""

@@ -3,7 +3,9 @@
 A program reads the keys and values that one key-value head of one sequence has, or one part of
 them, each once for all query heads of the group, with the softmax in running form (Milakov and
 Gimelshein, arXiv 1805.02867). Where sequences and heads are too few to fill the device each
-sequence is read in parts, which are then joined (Flash-Decoding: Dao et al., 2023).
+sequence is read in parts, which are then joined (Flash-Decoding: Dao et al., 2023). What teams of
+sequences have in common is read first, in parts too, each once for a whole team; each sequence goes
+on from what that has given.
 
 Imports Triton, which comes with torch for CUDA. Legend as in `paged_attention`.
 """
@@ -17,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 64
-"""Tokens that a program reads at a time; divides a page."""
+from m2flow.generation.shared_prefix import BLOCK as _BLOCK
+from m2flow.generation.shared_prefix import TEAM, SharedPrefixes
+
+assert _BLOCK == 64, "tokens that a program reads at a time: divides a page"
 
 _LEAST_PART = 256
 """Tokens of a part at least: shorter ones cost more to join than they gain."""
@@ -28,6 +32,85 @@ _LEAST_SIDE = 16
 
 _PROGRAMS = 3
 """Of each multiprocessor: with fewer, sequences are read in parts."""
+
+_MOST_PARTS = 16
+"""Of what a team has in common."""
+
+_WIDEST_GROUP = 8
+"""Query heads of a key-value head with which a team's queries are 128 lines, which registers hold."""
+
+
+@triton.jit
+def _attend_together(
+    query,
+    key,
+    value,
+    table,
+    teams,
+    made,
+    highest,
+    total,
+    scale,
+    cap,
+    query_stride,
+    group_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    table_stride,
+    CAPPED: tl.constexpr,
+    TEAM: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    team, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1) * GROUP
+    teams += team * (1 + TEAM)
+    tokens, leader = tl.load(teams), tl.load(teams + 1).to(tl.int64)
+    part_tokens = tl.cdiv(tl.cdiv(tokens, PARTS), BLOCK) * BLOCK
+    begin, end = part * part_tokens, tl.minimum((part + 1) * part_tokens, tokens)
+    line, channel, token = (
+        tl.arange(0, TEAM * PADDED_GROUP),
+        tl.arange(0, PADDED),
+        tl.arange(0, BLOCK),
+    )
+    of_group, is_channel = line % PADDED_GROUP, channel < WIDTH
+    row = tl.load(teams + 1 + line // PADDED_GROUP)
+    is_line = (row >= 0) & (of_group < GROUP)
+    row = tl.maximum(row, 0).to(tl.int64)
+    is_asked = is_line[:, None] & is_channel[None, :]
+    asked = (row * query_stride + head * group_stride + of_group * WIDTH)[:, None] + channel[
+        None, :
+    ]
+    q = tl.load(query + asked, mask=is_asked, other=0.0)
+    top = tl.full([TEAM * PADDED_GROUP], float("-inf"), tl.float32)
+    under = tl.zeros([TEAM * PADDED_GROUP], tl.float32)
+    some = tl.zeros([TEAM * PADDED_GROUP, PADDED], tl.float32)
+    table += leader * table_stride
+    for start in range(begin, end, BLOCK):  # whole blocks alone: every token is seen by all
+        page = tl.load(table + start // PAGE).to(tl.int64)
+        place = page * page_stride + (start % PAGE + token)[:, None] * token_stride
+        place += head * head_stride + channel[None, :]
+        k = tl.load(key + place, mask=is_channel[None, :], other=0.0)
+        v = tl.load(value + place, mask=is_channel[None, :], other=0.0)
+        score = tl.dot(q, tl.trans(k)) * scale
+        if CAPPED:
+            score = cap * (2 * tl.sigmoid(2 * score / cap) - 1)
+        above = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp(score - above[:, None])
+        kept = tl.exp(top - above)
+        under = under * kept + tl.sum(weight, 1)
+        some = some * kept[:, None] + tl.dot(weight.to(v.dtype), v)
+        top = above
+    at = (row * heads + head * GROUP + of_group) * PARTS + part
+    tl.store(highest + at, top, is_line)
+    tl.store(total + at, under, is_line)
+    tl.store(made + at[:, None] * WIDTH + channel[None, :], some, is_asked)
 
 
 @triton.jit
@@ -40,6 +123,10 @@ def _attend(
     out,
     highest,
     total,
+    shared_tokens,
+    shared_made,
+    shared_highest,
+    shared_total,
     scale,
     cap,
     part_tokens,
@@ -58,6 +145,7 @@ def _attend(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    SHARED_PARTS: tl.constexpr,
 ):
     sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1) * GROUP
@@ -65,8 +153,11 @@ def _attend(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    begin = tl.maximum(part * part_tokens, first // BLOCK * BLOCK)
-    end = tl.minimum((part + 1) * part_tokens, length)
+    known = 0  # first tokens, of which there is a result already
+    if SHARED_PARTS > 0:
+        known = tl.load(shared_tokens + sequence)
+    begin = tl.maximum(known + part * part_tokens, first // BLOCK * BLOCK)
+    end = tl.minimum(known + (part + 1) * part_tokens, length)
     row, channel, token = tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, BLOCK)
     is_row, is_channel = row < GROUP, channel < WIDTH
     asked = row[:, None] * WIDTH + channel[None, :]
@@ -76,6 +167,19 @@ def _attend(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     under = tl.zeros([ROWS], tl.float32)
     made = tl.zeros([ROWS, PADDED], tl.float32)
+    if SHARED_PARTS > 0:
+        if (known > 0) & (part == 0):
+            for number in range(SHARED_PARTS):
+                at = (sequence * heads + head * GROUP + row) * SHARED_PARTS + number
+                highest_there = tl.load(shared_highest + at, mask=is_row, other=0.0)
+                there = at[:, None] * WIDTH + channel[None, :]
+                made_there = tl.load(shared_made + there, mask=is_asked, other=0.0)
+                above = tl.maximum(top, highest_there)
+                kept, weight_there = tl.exp(top - above), tl.exp(highest_there - above)
+                total_there = tl.load(shared_total + at, mask=is_row, other=0.0)
+                under = under * kept + weight_there * total_there
+                made = made * kept[:, None] + weight_there[:, None] * made_there
+                top = above
     table += sequence.to(tl.int64) * table_stride
     for start in range(begin, end, BLOCK):
         page = tl.load(table + start // PAGE).to(tl.int64)
@@ -128,6 +232,13 @@ def parts_of(programs: int, longest: int, multiprocessors: int) -> int:
     return max(1, min(wanted, longest // _LEAST_PART))
 
 
+def shared_parts_of(programs: int, multiprocessors: int) -> int:
+    """In how many parts what a team has in common is read, where so many programs read it whole: a
+    power of 2, so that few kernels are compiled."""
+    wanted = max(1, multiprocessors // programs)
+    return min(_MOST_PARTS, 1 << (wanted.bit_length() - 1))
+
+
 def attend(
     query_BKGD: Tensor,
     key_PSKD: Tensor,
@@ -139,6 +250,7 @@ def attend(
     scale: float,
     window: int | None,
     cap: float | None,
+    shared: SharedPrefixes | None = None,
     out_BKGD: Tensor,
 ) -> None:
     """Attend over pages; see `PageReader`."""
@@ -157,13 +269,26 @@ def attend(
         made = highest = total = out_BKGD
     padded = max(_LEAST_SIDE, triton.next_power_of_2(width))
     part_tokens = -(-longest // (parts * _BLOCK)) * _BLOCK
+    strides = *query_BKGD.stride()[:2], *key_PSKD.stride()[:3], table_BM.stride(0)
+    limit, capped, padded_group = cap or 1.0, cap is not None, triton.next_power_of_2(group)
+    known = (length_B, made, highest, total)
+    shared_parts = 0
+    if shared is not None and padded_group <= _WIDEST_GROUP:
+        assert window is None
+        shared_parts = shared_parts_of(len(shared.teams_TA) * kv_heads, _multiprocessors(device))
+        some = torch.empty(sequences, heads, shared_parts, width, device=device)
+        known = (shared.tokens_B, some, *torch.empty(2, *some.shape[:3], device=device))
+        _attend_together[(len(shared.teams_TA), kv_heads, shared_parts)](
+            query_BKGD, key_PSKD, value_PSKD, table_BM, shared.teams_TA, *known[1:], scale, limit,
+            *strides, CAPPED=capped, TEAM=TEAM, GROUP=group, PADDED_GROUP=padded_group,
+            WIDTH=width, PADDED=padded, PAGE=page, BLOCK=_BLOCK, PARTS=shared_parts,
+            num_warps=8, num_stages=2,
+        )  # fmt: skip
     _attend[(sequences, kv_heads, parts)](
-        query_BKGD, key_PSKD, value_PSKD, table_BM, length_B, made, highest, total,
-        scale, 1.0 if cap is None else cap, part_tokens,
-        *query_BKGD.stride()[:2], *key_PSKD.stride()[:3], table_BM.stride(0),
-        WINDOW=0 if window is None else window, CAPPED=cap is not None, GROUP=group,
-        ROWS=max(_LEAST_SIDE, triton.next_power_of_2(group)), WIDTH=width, PADDED=padded,
-        PAGE=page, BLOCK=_BLOCK, PARTS=parts, num_warps=4, num_stages=3,
+        query_BKGD, key_PSKD, value_PSKD, table_BM, length_B, made, highest, total, *known,
+        scale, limit, part_tokens, *strides, WINDOW=window or 0, CAPPED=capped, GROUP=group,
+        ROWS=max(_LEAST_SIDE, padded_group), WIDTH=width, PADDED=padded, PAGE=page, BLOCK=_BLOCK,
+        PARTS=parts, SHARED_PARTS=shared_parts, num_warps=4, num_stages=3,
     )  # fmt: skip
     if parts > 1:
         _join[(sequences * heads,)](

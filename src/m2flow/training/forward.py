@@ -113,11 +113,14 @@ class _Head:
 
     def figures(self, logits_MV: Tensor, prediction_T: Tensor, target_ids_T: Tensor) -> Tensor:
         """[T, 1 or 2] log-probabilities and, where they are wanted, entropies."""
-        logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+        dtype = torch.promote_types(logits_MV.dtype, torch.float32)
+        if self.with_entropy or self.temperature not in (0.0, 1.0):
+            logits_MV = logits_MV.to(dtype)
         if self.temperature not in (0.0, 1.0):
             logits_MV = logits_MV / self.temperature
-        chosen_T = logits_MV[prediction_T, target_ids_T]
-        found = [chosen_T - logits_MV.logsumexp(-1)[prediction_T]]
+        # One kernel each way reads logits as they are; sums and differences would take a dozen.
+        logprobs_MV = logits_MV.log_softmax(-1, dtype=dtype)
+        found = [logprobs_MV[prediction_T, target_ids_T]]
         if self.with_entropy:
             found.append(categorical_entropy(logits_MV)[prediction_T])
         return torch.stack(found, dim=1)
