@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ def add_result(variable: str, benchmark: str, name: str, found: Mapping[str, Any
     assert spec is not None
     assert spec.loader is not None
     harness: Any = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, harness)  # its dataclasses ask for their module
     spec.loader.exec_module(harness)
     file = PROJECT / where
     results = json.loads(file.read_text())["results"] if file.exists() else {}

@@ -109,7 +109,8 @@ def attend(
     shared: SharedPrefixes | None = None,
     out_BKGD: Tensor,
 ) -> None:
-    """Attend by torch's kernel, which reads each sequence's pages; see `PageReader`."""
+    """Attend by torch's kernel; see `PageReader`."""
+    del shared  # it reads each sequence's own pages
     assert cap is None, "torch's kernel does not cap scores"
     query_BHD = query_BKGD.flatten(1, 2)
     starts = torch.arange(len(query_BHD) + 1, dtype=torch.int32, device=query_BHD.device)

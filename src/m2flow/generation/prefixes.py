@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from m2flow.generation.decoder import Decoder, Prefilled
@@ -33,7 +32,7 @@ class _Kept(NamedTuple):
     """A prompt's place in what was prefilled, and a number that no other has had."""
 
     made: Prefilled
-    index: int
+    place: int
     number: int
 
 
@@ -113,12 +112,12 @@ class Prefixes:
             ready += 1
         for batch in batches(whole, limit):
             made = self._decoder.prefill(batch)
-            for index, ids in enumerate(batch):
-                self._keep(ids, made, index)
+            for place, ids in enumerate(batch):
+                self._keep(ids, made, place)
         return ready
 
-    def _keep(self, ids: Ids, made: Prefilled, index: int) -> None:
-        self._kept[ids] = _Kept(made, index, next(self._numbers))
+    def _keep(self, ids: Ids, made: Prefilled, place: int) -> None:
+        self._kept[ids] = _Kept(made, place, next(self._numbers))
 
     def _go_on(self, ids: Ids, tokens: int) -> int:
         """Prefill up to so many further tokens of a long context; return how many it were."""
@@ -148,7 +147,7 @@ class Prefixes:
         device, some_UV = self._decoder.device, next(iter(passes.values()))[0].logits_UV
         logits_BV = some_UV.new_empty(len(sequences), some_UV.shape[1])
         for prefilled, orders in passes.values():
-            prompts = on_device([self._kept[contexts[i]].index for i in orders], device)
+            prompts = on_device([self._kept[contexts[i]].place for i in orders], device)
             targets = on_device(orders, device)
             columns = max(sequences[i].length for i in orders)
             self._cache.write_prompts(targets + first, prefilled.kv, prompts, columns)

@@ -37,7 +37,7 @@ _MOST_PARTS = 16
 """Of what a team has in common."""
 
 _WIDEST_GROUP = 8
-"""Query heads of a key-value head with which a team's queries are 128 lines, which registers hold."""
+"""Query heads of a key-value head: a team's queries are then 128 lines, which registers hold."""
 
 
 @triton.jit
@@ -168,18 +168,17 @@ def _attend(
     under = tl.zeros([ROWS], tl.float32)
     made = tl.zeros([ROWS, PADDED], tl.float32)
     if SHARED_PARTS > 0:
-        if (known > 0) & (part == 0):
-            for number in range(SHARED_PARTS):
-                at = (sequence * heads + head * GROUP + row) * SHARED_PARTS + number
-                highest_there = tl.load(shared_highest + at, mask=is_row, other=0.0)
-                there = at[:, None] * WIDTH + channel[None, :]
-                made_there = tl.load(shared_made + there, mask=is_asked, other=0.0)
-                above = tl.maximum(top, highest_there)
-                kept, weight_there = tl.exp(top - above), tl.exp(highest_there - above)
-                total_there = tl.load(shared_total + at, mask=is_row, other=0.0)
-                under = under * kept + weight_there * total_there
-                made = made * kept[:, None] + weight_there[:, None] * made_there
-                top = above
+        for number in range(tl.where((known > 0) & (part == 0), SHARED_PARTS, 0)):
+            at = (sequence * heads + head * GROUP + row) * SHARED_PARTS + number
+            highest_there = tl.load(shared_highest + at, mask=is_row, other=0.0)
+            there = at[:, None] * WIDTH + channel[None, :]
+            made_there = tl.load(shared_made + there, mask=is_asked, other=0.0)
+            above = tl.maximum(top, highest_there)
+            kept, weight_there = tl.exp(top - above), tl.exp(highest_there - above)
+            total_there = tl.load(shared_total + at, mask=is_row, other=0.0)
+            under = under * kept + weight_there * total_there
+            made = made * kept[:, None] + weight_there[:, None] * made_there
+            top = above
     table += sequence.to(tl.int64) * table_stride
     for start in range(begin, end, BLOCK):
         page = tl.load(table + start // PAGE).to(tl.int64)
