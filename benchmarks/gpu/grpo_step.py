@@ -6,7 +6,9 @@ lengths). m2flow runs by its command line, collocated and under `auto`; the firs
 warms up. Shown are seconds by phase, context switches against a pinned copy measured in the same
 run, memory of the device, what was predicted, and TRL's GRPOTrainer on the same work, where an
 interpreter has it (`--sides trl`; M2FLOW_TRL_PYTHON, else this one). Each side takes minutes:
-`--sides` picks them, so that runs with a time limit can share them out. `--quick` has fewer and
+`--sides` picks them, so that runs with a time limit can share them out, and TRL is stopped after
+`--trl-seconds`: if its first step is not over by then, the samples a second that it can have had at
+most are held against those of m2flow's first step, in which both warm up. `--quick` has fewer and
 shorter answers, `--device cpu` a tiny model.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -24,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -142,7 +146,10 @@ def of_m2flow(work: Work, model: Path, mode: str, folder: Path) -> dict[str, flo
         )
     found["s the whole command"] = time.perf_counter() - began
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "seconds/step" in row][-work.steps :]
+    rows = [row for row in rows if "seconds/step" in row]
+    found["s the first step"] = rows[0]["seconds/step"]
+    found["samples/s, the first step"] = work.prompts * work.answers / found["s the first step"]
+    rows = rows[-work.steps :]
     for name in sorted({name for row in rows for name in row if name.startswith("seconds/")}):
         found[name] = statistics.median(row.get(name, 0.0) for row in rows)
     found["samples/s"] = work.prompts * work.answers / found["seconds/step"]
@@ -170,20 +177,28 @@ def switches(run: Path, device: str) -> dict[str, float]:
     return shown | {"switches, GB/s": rate, "switches over a raw copy": rate / pinned}
 
 
-def of_trl(work: Work, model: Path) -> dict[str, float]:
-    """The same figures of TRL's side."""
+def of_trl(work: Work, model: Path, limit: float) -> dict[str, float]:
+    """The same figures of TRL's side; of its first step alone if it is stopped in that."""
     found = dict[str, float]()
     python = os.environ.get("M2FLOW_TRL_PYTHON", sys.executable)
-    with device_memory(found):
-        answer = subprocess.run(
-            [python, str(HERE / "trl_step.py")],
-            input=json.dumps({**asdict(work), "model": str(model), "steps": work.steps + 1}),
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-            env=environment(),
-            timeout=LIMIT_SECONDS,
-        )
+    with device_memory(found), (model.parent / "trl.log").open("w+") as log:
+        began = time.perf_counter()
+        try:
+            answer = subprocess.run(
+                [python, str(HERE / "trl_step.py")],
+                input=json.dumps({**asdict(work), "model": str(model), "steps": work.steps + 1}),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                check=True,
+                env=environment(),
+                timeout=limit,
+            )
+        except subprocess.TimeoutExpired:
+            return found | unfinished(work, log, time.perf_counter() - began)
+        finally:
+            log.seek(0)
+            print(log.read()[-6000:], file=sys.stderr)
     done = json.loads(answer.stdout.splitlines()[-1])
     steps = slice(1, None)  # the first one warms up
     found["seconds/step"] = statistics.median(done["seconds"][steps])
@@ -191,6 +206,28 @@ def of_trl(work: Work, model: Path) -> dict[str, float]:
     found["samples/s"] = work.prompts * work.answers / found["seconds/step"]
     lengths = [length for step in done["lengths"][steps] for length in step]
     found["tokens of an answer"] = statistics.mean(lengths)
+    return found
+
+
+def unfinished(work: Work, log: TextIO, seconds: float) -> dict[str, float]:
+    """What is known of TRL's steps when it is stopped after so many seconds."""
+    log.seek(0)
+    times = dict[str, float]()  # of the first time that something was said, since the trainer's
+    for line in log:
+        if said := re.fullmatch(r"([\d.]+) s: (.*)\n", line):
+            times.setdefault(said[2], float(said[1]))
+        elif said := re.fullmatch(r"the clock stands (.*) s after its process began\n", line):
+            seconds -= float(said[1])
+    if (began := times.get("optimizer step 0 begins")) is None:
+        return {"s, stopped before the first step": seconds}
+    found = {"s of the first step, stopped": seconds - began}
+    if "answers are there" in times:
+        found["seconds/generator.generate, the first step"] = times["answers are there"] - began
+    end = times.get(f"optimizer step {work.minibatches} begins")
+    if end is not None:
+        found["samples/s, the first step"] = work.prompts * work.answers / (end - began)
+    else:
+        found["samples/s at most"] = work.prompts * work.answers / (seconds - began)
     return found
 
 
@@ -222,6 +259,12 @@ def targets_of(found: Mapping[str, Mapping[str, float]]) -> list[Target]:
     if "samples/s" in ours and "samples/s" in theirs:
         ratio = ours["samples/s"] / theirs["samples/s"]
         targets.append(Target("samples/s against TRL", ratio, AGAINST_TRL))
+    first = "samples/s, the first step"
+    for theirs_name in (first, "samples/s at most"):
+        if first in ours and theirs_name in theirs:
+            ratio, words = ours[first] / theirs[theirs_name], "against TRL, of the first step"
+            least = " at least" if theirs_name != first else ""
+            targets.append(Target(f"samples/s {words}{least}", ratio, AGAINST_TRL))
     if "switches over a raw copy" in ours:
         share = ours["switches over a raw copy"]
         targets.append(Target("switches over a raw copy", share, OF_PINNED))
@@ -232,6 +275,7 @@ def main() -> None:
     parser = arguments((__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=tuple(WORK))
     parser.add_argument("--sides", nargs="+", default=["collocated"], choices=SIDES)
+    parser.add_argument("--trl-seconds", type=float, default=LIMIT_SECONDS, help="for its side")
     options = parser.parse_args()
     work = WORK[options.device]
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -249,7 +293,9 @@ def main() -> None:
             found["guessed"] = guessed(work, model)
         for side in options.sides:
             found[side] = (
-                of_trl(work, model) if side == "trl" else of_m2flow(work, model, side, Path(folder))
+                of_trl(work, model, options.trl_seconds)
+                if side == "trl"
+                else of_m2flow(work, model, side, Path(folder))
             )
             print(side, {name: round(value, 3) for name, value in found[side].items()}, flush=True)
     names = list(dict.fromkeys(name for row in found.values() for name in row))

@@ -18,6 +18,7 @@ from typing import Any
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what libraries print is not the answer
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from long_answers import even  # noqa: E402
@@ -33,9 +34,11 @@ class Clock(TrainerCallback):
         self.starts: list[float] = []
         self.judged: list[float] = []
         self.lengths: list[list[int]] = []
+        age = time.time() - psutil.Process().create_time()
+        print(f"the clock stands {age:.2f} s after its process began", file=sys.stderr, flush=True)
 
     def say(self, what: str) -> None:
-        """Onto standard error, so that a run that is cut short tells how far it came."""
+        """Onto standard error, so that what is known of a run that is stopped can be read there."""
         print(f"{time.perf_counter() - self.began:.1f} s: {what}", file=sys.stderr, flush=True)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

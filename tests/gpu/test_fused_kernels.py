@@ -22,6 +22,9 @@ pytestmark = [
 ]
 pytest.importorskip("liger_kernel", reason='needs the extra: pip install "m2flow[liger]"')
 
+SEEDS = range(6)
+"""Of models: rounding differs more from one to the next than from one way to the other."""
+
 PAIRS = TokenPairs.from_rows([[1, 2, 3, 4, 5]] * 3, [[6] * 200, [6] * 90 + [7] * 300, [8]])
 
 
@@ -30,9 +33,6 @@ def test_logprobs_and_gradients_are_near_float32(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    monkeypatch.setattr(module, "apply_rotary_pos_emb", module.apply_rotary_pos_emb)  # put back
-    model: Any = small_model(kind, dtype=torch.bfloat16).to("cuda")
-    model.config.max_position_embeddings = 1024
     (only,) = pack(PAIRS, 10_000)
 
     def found(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,16 +41,27 @@ def test_logprobs_and_gradients_are_near_float32(
         flat = torch.cat([gradient.float().flatten() for gradient in gradients])
         return logprobs_T.detach().float(), flat
 
-    plain, plain_gradient = found(model)
-    exact, exact_gradient = found(copy.deepcopy(model).float())
-    fuse(model, "cuda:0", wanted=True)
-    assert "Liger" in repr(model)
-    fused, fused_gradient = found(model)
-    assert float((fused - exact).abs().mean()) < 1.25 * float((plain - exact).abs().mean())
-    similar = torch.nn.functional.cosine_similarity
-    apart = [1 - float(similar(one, exact_gradient, 0)) for one in (fused_gradient, plain_gradient)]
-    assert apart[0] < 1.5 * apart[1] + 1e-5
-    assert apart[0] < 0.01
+    gaps = []
+    for seed in SEEDS:
+        model: Any = small_model(kind, seed=seed, dtype=torch.bfloat16).to("cuda")
+        model.config.max_position_embeddings = 1024
+        plain, plain_gradient = found(model)
+        exact, exact_gradient = found(copy.deepcopy(model).float())
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "apply_rotary_pos_emb", module.apply_rotary_pos_emb)  # put back
+            fuse(model, "cuda:0", wanted=True)
+            assert "Liger" in repr(model)
+            fused, fused_gradient = found(model)
+        gaps.append([float((one - exact).abs().mean()) for one in (fused, plain)])
+        similar = torch.nn.functional.cosine_similarity
+        apart = [
+            1 - float(similar(one, exact_gradient, 0)) for one in (fused_gradient, plain_gradient)
+        ]
+        assert apart[0] < 1.5 * apart[1] + 1e-5
+        assert apart[0] < 0.01
+    of_fused, of_plain = (sum(gap) for gap in zip(*gaps, strict=True))
+    print(kind, "error of log-probabilities over that of plain operations:", of_fused / of_plain)
+    assert of_fused < 1.25 * of_plain, gaps
 
 
 def test_a_critic_is_computed_by_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,8 @@ class RunningBatch:
             passed = min(lengths) // COLUMN_STEP * COLUMN_STEP
         if rows > running:
             self._state[: _POSITION + 1, running:rows] = self._state[: _POSITION + 1, :1]
+            if isinstance(self._cache, PagedCache):  # where nobody's row reads what it has
+                self._state[_POSITION, running:rows] = 0
         columns = self._cache.padded_columns(max(lengths))
         return Size(rows, min(columns, self._cache.columns), passed, teams)
 
