@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from m2flow.algorithms import sampling
-from m2flow.generation import kernels, pages, shared_prefix
+from m2flow.generation import kernels, shared_prefix
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Completion
 from m2flow.generation.shared_prefix import SharedPrefixes
@@ -150,8 +150,7 @@ def test_an_engine_draws_the_same(name: str, monkeypatch: pytest.MonkeyPatch) ->
         return drain(engine)
 
     expected = drawn()
-    for module in (kernels, pages):
-        monkeypatch.setattr(module, "fused", interpreted)
+    monkeypatch.setattr(kernels, "fused", interpreted)
     found = drawn(read=triton_attention.attend)
     for number, one in found.items():
         assert one.token_ids.tolist() == expected[number].token_ids.tolist()
@@ -184,3 +183,24 @@ def test_half_precision_rounds_as_torch_does() -> None:
     triton_steps.rotate(turned, table, position)
     kernels.Rotation(table, position, 2).turn(qkv)
     torch.testing.assert_close(turned, qkv, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("rows", [3, 2])
+def test_keys_and_values_are_kept_as_they_are_rotated(rows: int) -> None:
+    """Of the first rows, in the cells that they are given; no other cell changes."""
+    torch.manual_seed(0)
+    angle = torch.rand(50, 12) * 6
+    table, position = torch.polar(torch.ones(50, 12), angle), torch.tensor([0, 7, 49])
+    qkv, token = torch.randn(6, 5, 24).half(), torch.tensor([9, 2, 5])[:rows]
+    found = []
+    for way in ("plain", "fused"):
+        mine, cells = qkv.clone(), torch.zeros(11, 2, 48).half()
+        if way == "plain":
+            kernels.Rotation(table, position, 2).turn_and_keep(mine, cells, token)
+        else:
+            triton_steps.rotate(mine, table, position, cells, token)
+        found.append((mine, cells))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
+    assert found[0][1].flatten(1).any(1).nonzero()[:, 0].tolist() == sorted(token.tolist())
+    assert torch.equal(found[0][1][..., 24:], found[1][1][..., 24:])

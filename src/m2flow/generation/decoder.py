@@ -36,7 +36,7 @@ from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.generation.weights import DecoderWeights, LayerWeights
 from m2flow.runtime.weights.boxes import Box
 
-Attend = Callable[[int, Tensor], Tensor]
+Attend = Callable[[int, Tensor, Rotation], Tensor]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ class Decoder:
         position_N = first + torch.arange(num_rows, device=self.device) % width
         kv_LUKPW = self.room(count, width) if kv is None else kv
 
-        def attend(layer: int, qkv_YSD: Tensor) -> Tensor:
+        def attend(layer: int, qkv_YSD: Tensor, rotation: Rotation) -> Tensor:
+            rotation.turn(qkv_YSD)
             shape = (count, width, a.kv_heads, a.group + 2, a.head_dim)
             qkv_UPKSD = qkv_YSD[: count * width * a.kv_heads].view(shape)
             kv_UKPW = kv_LUKPW[layer][:, :, : first + width]
@@ -172,9 +173,9 @@ class Decoder:
         a = self.architecture
         num_rows, num_heads = token_N.shape[0], num_running * a.kv_heads
 
-        def attend(layer: int, qkv_YSD: Tensor) -> Tensor:
-            query_XGD, kv_XTD = qkv_YSD.narrow(0, 0, num_heads).split((a.group, 2), dim=1)
-            cache.append(layer, kv_XTD)
+        def attend(layer: int, qkv_YSD: Tensor, rotation: Rotation) -> Tensor:
+            cache.append(layer, qkv_YSD, rotation)
+            query_XGD = qkv_YSD[:num_heads, : a.group]
             out_YGD = qkv_YSD.new_empty(num_rows * a.kv_heads, a.group, a.head_dim)
             cache.attend(
                 layer,
@@ -202,8 +203,8 @@ class Decoder:
             if layer.qk_norm is not None:
                 query_key = qkv_YSD.narrow(1, 0, a.group + 1)
                 query_key.copy_(rms_norm(query_key, layer.qk_norm, epsilon))
-            rotations[a.ropes[index]].turn(qkv_YSD)
-            made_NE = self._joined(attend(index, qkv_YSD), layer.out, layer.out_bias)
+            attended = attend(index, qkv_YSD, rotations[a.ropes[index]])
+            made_NE = self._joined(attended, layer.out, layer.out_bias)
             if layer.attention_out_norm is not None:
                 made_NE = rms_norm(made_NE, layer.attention_out_norm, epsilon)
             normed_NE = add_norm(hidden_NE, made_NE, layer.mlp_norm, epsilon)

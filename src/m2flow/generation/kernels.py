@@ -176,3 +176,19 @@ class Rotation:
         else:
             rotated = torch.view_as_complex(pairs.float()).mul_(self._rotation_Y1C)
             pairs.copy_(torch.view_as_real(rotated))
+
+    def turn_and_keep(self, qkv_YSD: Tensor, cells_ZKW: Tensor, token_B: Tensor) -> None:
+        """`turn`, and write keys and values into the cells of a cache.
+
+        Args:
+            qkv_YSD: as for `turn`.
+            cells_ZKW: Z tokens that are kept, W = 2 D.
+            token_B: int64, the cell of each of the first B rows, which alone are kept.
+        """
+        steps = fused(qkv_YSD)
+        if steps is not None:
+            steps.rotate(qkv_YSD, self._table_PC, self._position_N, cells_ZKW, token_B)
+            return
+        self.turn(qkv_YSD)
+        kv_XTD = qkv_YSD[: len(token_B) * self._kv_heads, -2:]
+        cells_ZKW.flatten(1).index_copy_(0, token_B, kv_XTD.reshape(len(token_B), -1))

@@ -25,6 +25,7 @@ from torch import Tensor
 from m2flow.generation.architecture import Architecture
 from m2flow.generation.attention import decode_attention
 from m2flow.generation.captured import padded_columns
+from m2flow.generation.kernels import Rotation
 
 _ROUND_COLUMNS = 64
 
@@ -259,8 +260,10 @@ class CacheView:
         self._kv_LTRKCD, self._index_Y, self._bands = kv_LTRKCD, index_Y, bands
         self._flat_LZD = kv_LTRKCD.flatten(1, 4)
 
-    def append(self, layer: int, kv_XTD: Tensor) -> None:
-        """Writes this step's keys and values of a layer."""
+    def append(self, layer: int, qkv_YSD: Tensor, rotation: Rotation) -> None:
+        """Rotate this step's queries and keys of a layer in place; write keys and values."""
+        rotation.turn(qkv_YSD)
+        kv_XTD = qkv_YSD[: len(self._index_Y) // 2, -2:]
         self._flat_LZD[layer].index_copy_(0, self._index_Y, kv_XTD.flatten(0, 1))
 
     def attend(

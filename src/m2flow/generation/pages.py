@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
-from m2flow.generation.kernels import fused, on_device
+from m2flow.generation.kernels import Rotation, on_device
 from m2flow.generation.kv_cache import RowSpan
 from m2flow.generation.paged_attention import PAGE, PageReader, attend
 from m2flow.generation.shared_prefix import TEAM, SharedPrefixes, Team, teams_of
@@ -250,18 +250,12 @@ class PagedView:
         shared: SharedPrefixes | None,
     ) -> None:
         self._kv_LPSKW, self._read, self._shared = kv_LPSKW, read, shared
-        self._flat_LNZ = kv_LPSKW.flatten(1, 2).flatten(2)
         self._table_BM, self._token_B, self._columns = table_BM, token_B, columns
         self._length_B = (position_B + 1).int()
 
-    def append(self, layer: int, kv_XTD: Tensor) -> None:
-        """Write this step's keys and values of a layer."""
-        steps = fused(kv_XTD)
-        if steps is not None:
-            steps.keep(kv_XTD, self._kv_LPSKW[layer].flatten(0, 1), self._token_B)
-            return
-        kv_BZ = kv_XTD.reshape(len(self._token_B), -1)
-        self._flat_LNZ[layer].index_copy_(0, self._token_B, kv_BZ)
+    def append(self, layer: int, qkv_YSD: Tensor, rotation: Rotation) -> None:
+        """Rotate this step's queries and keys of a layer in place; write keys and values."""
+        rotation.turn_and_keep(qkv_YSD, self._kv_LPSKW[layer].flatten(0, 1), self._token_B)
 
     def attend(
         self,

@@ -5,6 +5,10 @@ Host-side bookkeeping only; where its keys and values lie is the engine's busine
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,9 +98,14 @@ class RunningSequence:
         """The finished record; `mark` comes first."""
         return Completion(
             id=self.request.id,
-            token_ids=torch.tensor(self.tokens, dtype=torch.int64),
-            logprobs=torch.tensor(self.logprobs, dtype=dtype),
-            token_versions=torch.tensor(self.versions, dtype=torch.int64),
+            token_ids=_column(self.tokens, np.int64),
+            logprobs=_column(self.logprobs, np.float64).to(dtype),
+            token_versions=_column(self.versions, np.int64),
             current_version=current_version,
             finish_reason=reason,
         )
+
+
+def _column(values: Sequence[float], dtype: Any) -> Tensor:
+    """A tensor of numbers, in half the time that torch takes to look at them."""
+    return torch.from_numpy(np.array(values, dtype=dtype))

@@ -168,14 +168,17 @@ def _attend(
     under = tl.zeros([ROWS], tl.float32)
     made = tl.zeros([ROWS, PADDED], tl.float32)
     if SHARED_PARTS > 0:
-        for number in range(tl.where((known > 0) & (part == 0), SHARED_PARTS, 0)):
+        is_known = row < tl.where((known > 0) & (part == 0), GROUP, 0)
+        is_made = is_known[:, None] & is_channel[None, :]
+        for number in tl.static_range(SHARED_PARTS):  # unrolled, so that all are loaded at once
             at = (sequence * heads + head * GROUP + row) * SHARED_PARTS + number
-            highest_there = tl.load(shared_highest + at, mask=is_row, other=0.0)
-            there = at[:, None] * WIDTH + channel[None, :]
-            made_there = tl.load(shared_made + there, mask=is_asked, other=0.0)
+            at_made = at[:, None] * WIDTH + channel[None, :]
+            made_there = tl.load(shared_made + at_made, mask=is_made, other=0.0)
+            highest_there = tl.load(shared_highest + at, mask=is_known, other=float("-inf"))
+            total_there = tl.load(shared_total + at, mask=is_known, other=0.0)
             above = tl.maximum(top, highest_there)
-            kept, weight_there = tl.exp(top - above), tl.exp(highest_there - above)
-            total_there = tl.load(shared_total + at, mask=is_row, other=0.0)
+            level = tl.where(above == float("-inf"), 0.0, above)
+            kept, weight_there = tl.exp(top - level), tl.exp(highest_there - level)
             under = under * kept + weight_there * total_there
             made = made * kept[:, None] + weight_there[:, None] * made_there
             top = above

@@ -52,8 +52,9 @@ def add_norm(hidden_NE: Tensor, made_NE: Tensor, weight_E: Tensor, epsilon: floa
 
 @triton.jit
 def _rotate(
-    heads, rotation, position, row_stride, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    PAIRS: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_PAIRS: tl.constexpr,
+    heads, rotation, position, cells, token, kept_rows, row_stride, cell_stride, head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAIRS: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    PADDED_PAIRS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head, pair = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_PAIRS)
@@ -68,27 +69,53 @@ def _rotate(
     turned = tl.join(x * cosine - y * sine, x * sine + y * cosine)
     turned = turned.reshape(PADDED_HEADS, 2 * PADDED_PAIRS)
     tl.store(at, turned.to(found.dtype), inside)
+    if KEPT:
+        cell = tl.load(token + tl.minimum(row, kept_rows - 1) // KV_HEADS) * cell_stride
+        cells += cell + row % KV_HEADS * head_stride
+        key, width = (
+            tl.where(row < kept_rows, HEADS - 1, HEADS),
+            tl.where(row < kept_rows, 2 * PAIRS, 0),
+        )
+        is_key = (head == key)[:, None] & inside
+        tl.store(cells + channel[None, :] + 0 * head[:, None], turned.to(found.dtype), is_key)
+        value = heads + row * row_stride + HEADS * (2 * PAIRS) + channel
+        is_value = channel < width
+        tl.store(cells + 2 * PAIRS + channel, tl.load(value, mask=is_value, other=0.0), is_value)
 
 
-def rotate(qkv_YSD: Tensor, rotation_PC: Tensor, position_N: Tensor) -> None:
-    """Rotate queries and keys in place, as `decoder.rotate` does.
+def rotate(
+    qkv_YSD: Tensor,
+    rotation_PC: Tensor,
+    position_N: Tensor,
+    cells_ZKW: Tensor | None = None,
+    token_B: Tensor | None = None,
+) -> None:
+    """Rotate queries and keys in place, as `kernels.Rotation` does, and keep keys and values.
 
     Args:
-        qkv_YSD: the last of S is not rotated.
+        qkv_YSD: the last of S is a value, which is not rotated.
         rotation_PC: complex64, C = D / 2.
         position_N: int64; of row n are the heads from n K on.
+        cells_ZKW: of all tokens that are kept, W = 2 D; None where none is.
+        token_B: int64, the cell of each of the first rows, which alone are kept.
     """
     rows, heads, width = qkv_YSD.shape
     assert qkv_YSD.is_contiguous()
     assert rotation_PC.dtype is torch.complex64
     assert rotation_PC.is_contiguous()
     assert 2 * rotation_PC.shape[1] == width
-    pairs = width // 2
+    pairs, kv_heads, kept = width // 2, rows // len(position_N), (qkv_YSD, position_N, 0)
+    cell_stride = head_stride = 0
+    if cells_ZKW is not None and token_B is not None:
+        assert cells_ZKW.shape[1:] == (kv_heads, 2 * width)
+        assert cells_ZKW.stride(2) == 1
+        kept = (cells_ZKW, token_B, len(token_B) * kv_heads)
+        cell_stride, head_stride = cells_ZKW.stride()[:2]
     _rotate[(rows,)](
-        qkv_YSD, torch.view_as_real(rotation_PC), position_N, heads * width, HEADS=heads - 1,
-        KV_HEADS=rows // len(position_N), PAIRS=pairs,
+        qkv_YSD, torch.view_as_real(rotation_PC), position_N, *kept, heads * width, cell_stride,
+        head_stride, HEADS=heads - 1, KV_HEADS=kv_heads, PAIRS=pairs,
         PADDED_HEADS=triton.next_power_of_2(heads - 1), PADDED_PAIRS=triton.next_power_of_2(pairs),
-        num_warps=4,
+        KEPT=cells_ZKW is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -113,33 +140,3 @@ def silu_gate(gate_up_NI: Tensor) -> Tensor:
         gate_up_NI, out_NI, WIDTH=width, BLOCK=_CHANNELS, num_warps=4
     )
     return out_NI
-
-
-@triton.jit
-def _keep(
-    heads, pages, token, head_stride, from_stride, to_stride, KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    row, channel = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
-    inside = channel < WIDTH
-    found = tl.load(heads + row * from_stride + channel, mask=inside, other=0.0)
-    place = tl.load(token + row // KV_HEADS) * to_stride + row % KV_HEADS * head_stride
-    tl.store(pages + place + channel, found, inside)
-
-
-def keep(kv_XTD: Tensor, cells_ZKW: Tensor, token_B: Tensor) -> None:
-    """Write the keys and values of a step into the cells of a cache.
-
-    Args:
-        kv_XTD: T = 2, the key and the value of head x, of which row x // K has K.
-        cells_ZKW: of all tokens that are kept, W = 2 D.
-        token_B: int64, the cell of each row.
-    """
-    rows, _, width = kv_XTD.shape
-    assert kv_XTD.stride()[1:] == (width, 1)
-    assert cells_ZKW.stride(2) == 1
-    _keep[(rows,)](
-        kv_XTD, cells_ZKW, token_B, cells_ZKW.stride(1), kv_XTD.stride(0), cells_ZKW.stride(0),
-        KV_HEADS=cells_ZKW.shape[1], WIDTH=2 * width, PADDED=triton.next_power_of_2(2 * width),
-        num_warps=1,
-    )  # fmt: skip

@@ -80,11 +80,23 @@ class Paths:
             key_nodes = part.gathered_places(num_nodes)[key_nodes]
         return cls(key_nodes, _ends(num_queries), _ends(num_keys), max(num_queries), max(num_keys))
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Paths:
+    def to(self, device: torch.device) -> Paths:
         """The paths on a device."""
-        names = ("key_nodes", "query_ends", "key_ends")
-        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names}
+        moved: dict[str, Any] = {
+            name: sent(getattr(self, name), device)
+            for name in ("key_nodes", "query_ends", "key_ends")
+        }
         return replace(self, **moved)
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device, without waiting for what the device is at.
+
+    It would be waited for if the copy were made from memory that the system may move.
+    """
+    if device.type == "cuda" and not values.is_cuda:
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def _ends(lengths: Sequence[int]) -> Tensor:
@@ -130,9 +142,9 @@ class PackLayout:
         made = AttentionBlocks.build(self.path_nodes, self.lengths, self.shared, self.part)
         return made.to(self.device)
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> PackLayout:
+    def to(self, device: torch.device) -> PackLayout:
         """The layout on a device."""
-        return replace(self, paths=self.paths.to(device, non_blocking), device=device)
+        return replace(self, paths=self.paths.to(device), device=device)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from m2flow.algorithms.entropy import categorical_entropy
 from m2flow.models.work import LOGITS_AT_A_TIME
-from m2flow.training.attention import packed_attention_on
+from m2flow.training.attention import packed_attention_on, sent
 from m2flow.training.packing import Pack
 
 PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
@@ -136,13 +136,13 @@ class _Head:
         pack = self.pack.to(x_MH.device)
         found = []
         for chunk in chunks:
-            targets_C = chunk.targets_C.to(x_MH.device)
+            targets_C = sent(chunk.targets_C, x_MH.device)
             prediction_C = pack.prediction_T[targets_C] - chunk.first
             arguments = (x_MH[chunk.first : chunk.end], prediction_C, pack.predicted_ids[targets_C])
             found.append(
                 checkpoint(figures_of, *arguments, use_reentrant=False, preserve_rng_state=False)
             )
-        order_T = torch.cat([chunk.targets_C for chunk in chunks]).to(x_MH.device)
+        order_T = sent(torch.cat([chunk.targets_C for chunk in chunks]), x_MH.device)
         return torch.cat(found)[order_T.argsort()]
 
 

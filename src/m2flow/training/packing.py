@@ -15,14 +15,14 @@ Shapes: N nodes of a pack, R rows, T completion tokens of these rows, M nodes th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from m2flow.training.attention import PackLayout
+from m2flow.training.attention import PackLayout, sent
 from m2flow.training.context_parallel import ContextShard
 from m2flow.training.rollouts import TokenPairs, flat_index
 
@@ -75,11 +75,34 @@ class Pack:
         if self.input_ids_N.device == device:
             return self
         moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
+            name: sent(value, device) if isinstance(value, Tensor) else value.to(device)
             for name, value in vars(self).items()
             if isinstance(value, Tensor | PackLayout)
         }
         return replace(self, **moved)
+
+
+class Packs(Sequence[Pack]):
+    """Packs, each of which is built when it is asked for: while a device is at the one before."""
+
+    def __init__(
+        self, pairs: TokenPairs, cuts: Sequence[list[_PairRow]], part: ContextShard | None
+    ) -> None:
+        self._pairs, self._cuts, self._part = pairs, cuts, part
+
+    def __len__(self) -> int:
+        return len(self._cuts)
+
+    @overload
+    def __getitem__(self, index: int) -> Pack: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Packs: ...
+
+    def __getitem__(self, index: int | slice) -> Pack | Packs:
+        if isinstance(index, slice):
+            return Packs(self._pairs, self._cuts[index], self._part)
+        return _build(self._pairs, self._cuts[index], self._part)
 
 
 @dataclass(frozen=True)
@@ -95,7 +118,7 @@ def pack(
     tokens_per_microbatch: int,
     sharing: Sharing = "prefix",
     part: ContextShard | None = None,
-) -> list[Pack]:
+) -> Packs:
     """Cut rows into packs of at most `tokens_per_microbatch` computed tokens.
 
     Rows without a completion token that the model drew have nothing to learn and enter no pack.
@@ -110,7 +133,7 @@ def pack(
     """
     assert tokens_per_microbatch >= 1, tokens_per_microbatch
     budget = tokens_per_microbatch * (1 if part is None else part.size)
-    return [_build(pairs, rows, part) for rows in _cut(_rows(pairs, sharing), budget)]
+    return Packs(pairs, list(_cut(_rows(pairs, sharing), budget)), part)
 
 
 def _rows(pairs: TokenPairs, sharing: Sharing) -> list[_PairRow]:

@@ -23,6 +23,7 @@ from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.algorithms.kl import kl_per_token
 from m2flow.algorithms.loss import token_sum
 from m2flow.errors import UserError
+from m2flow.training.attention import sent
 from m2flow.training.forward import token_logprobs
 from m2flow.training.optimizer import AdamWConfig, AllReduce
 from m2flow.training.packing import Pack, Sharing, pack
@@ -222,7 +223,7 @@ class PolicyTrainer(SummingTrainer):
             figures.logprobs_T,
             behaviour_T if old_T is None else old_T,
             column(rollouts.advantages_T),
-            microbatch.lengths_R.to(device),
+            sent(microbatch.lengths_R, device),
             behaviour_logprobs_T=None if old_T is None else behaviour_T,
             reference_logprobs_T=column(rollouts.reference_logprobs_T),
             entropy_T=figures.entropy_T,

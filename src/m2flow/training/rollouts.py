@@ -181,8 +181,10 @@ class TokenRollouts:
         return replace(self, pairs=self.pairs.select(rows_R), **columns)
 
     def idle_rows(self) -> Tensor:
-        """[B] bool: rows of which every advantage is exactly zero."""
+        """[B] bool: rows of which every advantage of a token that the model drew is zero."""
         live_T = self.advantages_T != 0
+        if self.pairs.loss_mask_T is not None:
+            live_T &= self.pairs.loss_mask_T
         lengths_B = self.pairs.completion_lengths_B
         row_T = torch.repeat_interleave(torch.arange(len(self)), lengths_B)
         return torch.zeros(len(self), dtype=torch.int64).index_add(0, row_T, live_T.long()) == 0

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -221,12 +222,12 @@ class Shards:
         if error is not None:
             raise error
 
-    def padded(self, items: Sequence[T]) -> list[T | None]:
+    def padded(self, items: Sequence[T]) -> Iterator[T | None]:
         """The items, and then as many times None as the lane of the gang with most has more.
 
-        Collective in the gang.
+        Collective in the gang. An item is asked for when it is its turn.
         """
-        return [*items, *[None] * (self._largest(len(items)) - len(items))]
+        return chain(items, repeat(None, self._largest(len(items)) - len(items)))
 
     def sum_over_gang(self, tensors: Sequence[Tensor]) -> None:
         """Sum in place over the lanes of this gang. Collective."""

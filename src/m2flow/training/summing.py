@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from m2flow.algorithms.finite import check_finite
 from m2flow.algorithms.loss import LossTerms
 from m2flow.errors import UserError
-from m2flow.training.attention import packed_attention_on
+from m2flow.training.attention import packed_attention_on, sent
 from m2flow.training.checkpointing import checkpoint_blocks
 from m2flow.training.optimizer import AdamWConfig, AllReduce, NotFinite, SumOptimizer
 from m2flow.training.packing import Pack, Sharing, pack
@@ -173,4 +173,4 @@ def one_token() -> Pack:
 
 def column_of(values_T: Tensor, microbatch: Pack, device: torch.device) -> Tensor:
     """A column's values at the completion tokens of a pack, on a device."""
-    return values_T[microbatch.token_index_T].to(device)
+    return sent(values_T[microbatch.token_index_T], device)

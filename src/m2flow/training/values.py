@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.algorithms.ppo import CriticLoss, explained_variance
-from m2flow.training.attention import packed_attention_on
+from m2flow.training.attention import packed_attention_on, sent
 from m2flow.training.optimizer import AllReduce
 from m2flow.training.packing import Pack, pack
 from m2flow.training.policy import PolicyTrainerConfig
@@ -157,6 +157,6 @@ class ValueTrainer(SummingTrainer):
             values_T,
             column_of(targets.old_values_T, microbatch, device),
             column_of(targets.returns_T, microbatch, device),
-            microbatch.lengths_R.to(device),
+            sent(microbatch.lengths_R, device),
         )
         self.learn(terms, microbatch)
