@@ -28,7 +28,7 @@ MAX_TOKENS = 8192
 """Of prompts, in a step; and of a prefill pass, padding included."""
 
 
-class _Kept(NamedTuple):
+class _Prompt(NamedTuple):
     """A prompt's place in what was prefilled, and a number that no other has had."""
 
     made: Prefilled
@@ -53,7 +53,7 @@ class Prefixes:
         self._decoder, self._cache = decoder, cache
         self._max_tokens = max_tokens
         self._users: Counter[Ids] = Counter()
-        self._kept: dict[Ids, _Kept] = {}
+        self._kept: dict[Ids, _Prompt] = {}
         self._numbers = itertools.count()
         self._begun: dict[Ids, tuple[Prefilled, int]] = {}
         """Contexts that are in pieces, and how many tokens of them are done."""
@@ -117,7 +117,7 @@ class Prefixes:
         return ready
 
     def _keep(self, ids: Ids, made: Prefilled, place: int) -> None:
-        self._kept[ids] = _Kept(made, place, next(self._numbers))
+        self._kept[ids] = _Prompt(made, place, next(self._numbers))
 
     def _go_on(self, ids: Ids, tokens: int) -> int:
         """Prefill up to so many further tokens of a long context; return how many it were."""
