@@ -10,8 +10,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from m2flow.engine.spans import Span
+from m2flow.engine.spans import Span, ids_text
 from m2flow.simulation.time_account import Piece, Window, by_lane, extent, pieces
 
 Work = tuple[str, str]
@@ -136,28 +137,18 @@ def in_columns(row: Sequence[Piece], chart: Gantt, columns: int) -> list[Work | 
 def joined(columns: Sequence[Work | None], chart: Gantt) -> list[Piece]:
     """Columns as pieces: neighbours of the same work are one, idle columns are left out."""
     each = chart.seconds / max(1, len(columns))
-    found: list[Piece] = []
-    begin = 0
-    for number in range(1, len(columns) + 1):
-        if number < len(columns) and columns[number] == columns[begin]:
-            continue
-        if (work := columns[begin]) is not None:
-            start, end = chart.start + begin * each, chart.start + number * each
-            found.append(Piece(*work, start, end))
-        begin = number
+    found, begin = list[Piece](), 0
+    for work, alike in groupby(columns):
+        end = begin + len(list(alike))
+        if work is not None:
+            found.append(Piece(*work, chart.start + begin * each, chart.start + end * each))
+        begin = end
     return found
 
 
 def lane_names(lanes: Sequence[int]) -> str:
     """`lane 2`, `lanes 0-3, 8`."""
-    runs: list[list[int]] = []
-    for lane in sorted(lanes):
-        if runs and lane == runs[-1][1] + 1:
-            runs[-1][1] = lane
-        else:
-            runs.append([lane, lane])
-    names = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"lane{'s' if len(lanes) > 1 else ''} {names}"
+    return f"lane{'s' if len(lanes) > 1 else ''} {ids_text(sorted(lanes)).replace(',', ', ')}"
 
 
 def _idle(row: Sequence[Piece], window: Window) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from m2flow.errors import UserError
 
@@ -29,9 +30,7 @@ def parse_bytes(text: str, key: str = "size") -> int:
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
     unit = _BY_LETTERS.get((match[2] or "B").lower()) if match else None
-    size = float(match[1]) * unit if match and unit else 0.0
-    if match and unit and "." not in match[1]:
-        size = int(match[1]) * unit
+    size = int(Decimal(match[1]) * unit) if match and unit else 0
     if size < 1:
         raise UserError(
             "is not a size",
@@ -39,14 +38,17 @@ def parse_bytes(text: str, key: str = "size") -> int:
             value=text,
             expected=f"a number and one of {', '.join(UNITS)}, such as 200MB",
         )
-    return int(size)
+    return size
 
 
 def bytes_text(size: float) -> str:
     """A size to three digits: `850 B`, `12.3 MB`, `1.2 GB`."""
     for power in range(len(DECIMAL), 0, -1):
         if size >= 1000**power:
-            value = size / 1000**power
-            digits = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-            return f"{digits} {DECIMAL[power - 1]}B"
+            return f"{three_digits(size / 1000**power)} {DECIMAL[power - 1]}B"
     return f"{size:.0f} B"
+
+
+def three_digits(value: float) -> str:
+    """A number with three digits, or with all that stand before the decimal point."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
