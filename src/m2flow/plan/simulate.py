@@ -8,8 +8,9 @@ distributions, the same for every plan that is compared.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from functools import reduce
 from itertools import pairwise
+from operator import add
 
 from m2flow.engine.plan import Plan
 from m2flow.flow.graph import FlowGraph
@@ -17,8 +18,8 @@ from m2flow.plan.prediction import Prediction
 from m2flow.plan.profile import Profile
 from m2flow.plan.simulate_timing import ProfileTiming
 from m2flow.plan.units import Bytes, Seconds
-from m2flow.simulation.driver import SimulatedRun, Simulation
-from m2flow.simulation.time_account import TERMS, where_the_time_went
+from m2flow.simulation.driver import Simulation
+from m2flow.simulation.time_account import where_the_time_went
 
 
 def simulate(
@@ -48,36 +49,21 @@ def simulate(
     warm = plan.max_staleness
     if not warm and any(lane.memory_bytes is not None for lane in plan.lanes):
         warm = 1
-
     timing = ProfileTiming(graph, plan, profile, seed, first_step=-warm)
     run = Simulation(graph, plan, timing).run(num_items, warm + steps + plan.max_staleness)
-    return _predicted(plan, run, range(warm, warm + steps))
-
-
-def _predicted(plan: Plan, run: SimulatedRun, counted: Sequence[int]) -> Prediction:
-    """What a run says of a plan.
-
-    Args:
-        plan: what was played.
-        run: all of it.
-        counted: the steps that are spoken of, one after the other.
-    """
     ends = run.step_ends
-    start = ends[counted[0] - 1] if counted[0] else run.step_starts[counted[0]]
-    marks = [start, *(ends[step] for step in counted)]
-    each, count = [b - a for a, b in pairwise(marks)], len(counted)
+    start = ends[warm - 1] if warm else run.step_starts[0]
+    marks = [start, *(ends[step] for step in range(warm, warm + steps))]
+    each = [after - before for before, after in pairwise(marks)]
     spent = where_the_time_went(run.spans, (start, marks[-1]), [lane.id for lane in plan.lanes])
-    stages: dict[str, float] = {}
-    for lane in spent:
-        for name, seconds in lane.stages.items():
-            stages[name] = stages.get(name, 0.0) + seconds
+    together = reduce(add, spent)
     lags = sum(run.staleness.values())
     return Prediction(
         seconds=Seconds(statistics.fmean(each)),
         spread=Seconds(statistics.pstdev(each)),
         idle={lane.lane: min(1.0, lane.share(lane.terms["waiting"])) for lane in spent},
-        terms={term: Seconds(sum(one.terms[term] for one in spent) / count) for term in TERMS},
-        stages={name: Seconds(seconds / count) for name, seconds in stages.items()},
+        terms={term: Seconds(taken / steps) for term, taken in together.terms.items()},
+        stages={name: Seconds(taken / steps) for name, taken in together.stages.items()},
         peak_bytes={lane: Bytes(size) for lane, size in run.peak_bytes.items()},
         staleness=sum(lag * n for lag, n in run.staleness.items()) / lags if lags else 0.0,
         spans=tuple(x for x in run.spans if x.end > marks[-2] and x.start < marks[-1]),
