@@ -6,6 +6,7 @@ takes beside it. So their sums are the plan's `state_bytes` and `working_bytes`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -85,10 +86,6 @@ class LaneAccount:
         """Whether states must make way for each other."""
         return self.limit is not None and self.most_bytes > self.limit
 
-    def too_large(self, one: Holding) -> bool:
-        """Whether a worker has no room with the lane to itself."""
-        return self.limit is not None and one.state_bytes + one.call_bytes > self.limit
-
     @property
     def host_bytes(self) -> float:
         """Bytes of a machine's host memory that these lanes take: what workers hold there, and room
@@ -120,10 +117,12 @@ def accounts(
             _holding(name, kind, plan, graph, works[kind], profile, num_items) for name in here
         )
         holdings = tuple(one for one in every if one.state or one.call or one.hosted)
-        neighbours = max(sum(x.node == lane.node for x in lanes) for lane in lanes)
-        at_once = _at_once(lanes[0].id, plan, graph)
-        numbers = tuple(lane.id for lane in lanes)
         if holdings:
+            numbers = tuple(lane.id for lane in lanes)
+            needed = (need for need in needs(plan, graph) if need.lane == numbers[0])
+            most = max(needed, key=lambda need: need.num_bytes)
+            at_once = most.num_bytes, " and ".join(most.workers)
+            neighbours = max(Counter(lane.node for lane in lanes).values())
             found.append(LaneAccount(numbers, kind, limit, holdings, at_once, neighbours))
     return found
 
@@ -173,36 +172,30 @@ def _holding(
     )
 
 
-def _at_once(lane: int, plan: Plan, graph: FlowGraph) -> tuple[float, str]:
-    here = [need for need in needs(plan, graph) if need.lane == lane]
-    most = max(here, key=lambda need: need.num_bytes, default=None)
-    return (0.0, "") if most is None else (most.num_bytes, " and ".join(most.workers))
-
-
 # --- in words -------------------------------------------------------------------------------------
 
 
 def in_lines(found: list[LaneAccount]) -> list[str]:
     """A table for each kind of lane."""
-    return [line for account in found for line in _table(account)]
-
-
-def _table(account: LaneAccount) -> Iterator[str]:
-    first, last, count = account.lanes[0], account.lanes[-1], len(account.lanes)
-    one = f"{account.kind} lane {first}"
-    which = one if count == 1 else f"each of {count} {account.kind} lanes ({first} to {last})"
-    may = "no limit" if account.limit is None else f"at most {bytes_text(account.limit)}"
-    yield f"memory of {which}, {may}:"
-    rows = list(_rows(account))
-    width = max(len(name) for name, *_ in rows)
-    for name, size, note in rows:
-        yield f"  {name:<{width}}  {bytes_text(size):>8}{f'  {note}' if note else ''}"
+    lines = []
+    for account in found:
+        first, last, count = account.lanes[0], account.lanes[-1], len(account.lanes)
+        one = f"{account.kind} lane {first}"
+        which = one if count == 1 else f"each of {count} {account.kind} lanes ({first} to {last})"
+        may = "no limit" if account.limit is None else f"at most {bytes_text(account.limit)}"
+        lines.append(f"memory of {which}, {may}:")
+        rows = list(_rows(account))
+        width = max(len(name) for name, *_ in rows)
+        for name, size, note in rows:
+            lines.append(f"  {name:<{width}}  {bytes_text(size):>8}  {note}".rstrip())
+    return lines
 
 
 def _rows(account: LaneAccount) -> Iterator[tuple[str, float, str]]:
     for one in account.holdings:
-        alone = "more than the limit: it does not fit" if account.too_large(one) else ""
-        yield one.worker, one.state_bytes + one.call_bytes, alone
+        size = one.state_bytes + one.call_bytes
+        too_large = account.limit is not None and size > account.limit
+        yield one.worker, size, "more than the limit: it does not fit" if too_large else ""
         for what, size in one.state.items():
             yield f"  {what}", size, ""
         for what, size in one.call.items():
