@@ -264,11 +264,10 @@ class Planning:
 def _doubled(cluster: Cluster) -> Iterator[Cluster]:
     """The cluster with twice as many lanes each time, first on one machine, up to MOST_LANES."""
     first, rest = cluster.machines[0], cluster.machines[1:]
-    while 2 * first.nodes * first.lanes_per_node <= MOST_LANES:
-        if first.nodes == 1 and 2 * first.lanes_per_node <= FULL:
-            lanes = 2 * first.lanes_per_node
-            device = replace(first.device, lanes_per_node=lanes)
-            first = replace(first, lanes_per_node=lanes, device=device)
+    while 2 * first.num_lanes <= MOST_LANES:
+        if first.nodes == 1 and 2 * first.num_lanes <= FULL:
+            device = replace(first.device, lanes_per_node=2 * first.num_lanes)
+            first = replace(first, device=device)
         else:
             first = replace(first, nodes=2 * first.nodes)
         yield Cluster((first, *rest))

@@ -26,20 +26,18 @@ class Machines:
 
     Attributes:
         nodes: how many.
-        lanes_per_node: devices in each.
-        device: which; its `lanes_per_node` is what is here.
+        device: which; its `lanes_per_node` is how many there are in each.
     """
 
     nodes: int
-    lanes_per_node: int
     device: Device
 
     @property
     def num_lanes(self) -> int:
-        return self.nodes * self.lanes_per_node
+        return self.nodes * self.device.lanes_per_node
 
     def __str__(self) -> str:
-        return f"{self.nodes}x{self.lanes_per_node}x{self.device.name}"
+        return f"{self.nodes}x{self.device.lanes_per_node}x{self.device.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,7 @@ def _machines(part: str, text: str, key: str) -> Machines:
             f"the part {part.strip()!r} has no lane", key=key, value=text, expected=EXAMPLES
         )
     device = device_named(match[3], key)
-    return Machines(nodes, lanes, replace(device, lanes_per_node=lanes))
+    return Machines(nodes, replace(device, lanes_per_node=lanes))
 
 
 def lane_specs(cluster: Cluster) -> tuple[LaneSpec, ...]:
@@ -122,7 +120,7 @@ def lane_specs(cluster: Cluster) -> tuple[LaneSpec, ...]:
     machines = [part for part in cluster.machines for _ in range(part.nodes)]
     for node, part in enumerate(machines):
         kind, room = cluster.kind_of(part.device), part.device.usable_bytes
-        for number in range(part.lanes_per_node):
+        for number in range(part.device.lanes_per_node):
             gpu = number if part.device.kind == "gpu" else None
             cores = () if gpu is not None else (number,)
             lanes.append(LaneSpec(len(lanes), kind, cores, gpu, node=node, memory_bytes=room))

@@ -76,7 +76,7 @@ def cluster_of(lanes: Sequence[LaneSpec], name: str = "") -> Cluster:
     parts = Counter((lane.node, lane.kind) for lane in lanes)
     return Cluster(
         tuple(
-            Machines(1, count, replace(_device(kind, lanes, name), lanes_per_node=count))
+            Machines(1, replace(_device(kind, lanes, name), lanes_per_node=count))
             for (_, kind), count in sorted(parts.items())
         )
     )
