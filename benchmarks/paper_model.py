@@ -174,9 +174,9 @@ class Reasoning:
         finished = []
         for replica in range(played):
             mine = [n for n in range(len(lengths)) if n // self.group % played == replica]
-            ends = finish_times([lengths[n] for n in mine], step, limit, prompt, start)
+            ends = finish_times([lengths[n] for n in mine], step, limit, prompt)
             finished += [
-                Finished(end, prompt + lengths[n], n // self.group)
+                Finished(start + end, prompt + lengths[n], n // self.group)
                 for n, end in zip(mine, ends, strict=True)
             ]
         return sorted(finished, key=lambda answer: answer.seconds)

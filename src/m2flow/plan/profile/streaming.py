@@ -52,9 +52,8 @@ def finish_times(
     round_seconds: Callable[[float, float], float],
     limit: int,
     start: float = 0.0,
-    begin: float = 0.0,
 ) -> list[float]:
-    """Return when each item is finished, by its position.
+    """Return the seconds from the first round until each item is finished, by its position.
 
     All items at work grow by a unit a round, so between two finishes a round's seconds are linear
     in the units held, and the rounds between are summed exactly.
@@ -64,10 +63,9 @@ def finish_times(
         round_seconds: of a round, by the items at work and the units that they hold together.
         limit: the most items at work at once.
         start: units that an item holds when it begins, such as its prompt's tokens.
-        begin: seconds before the first round, as of the prompts' prefill.
     """
     finished = [0.0] * len(lengths)
-    now, held, left = begin, 0.0, 0
+    now, held, left = 0.0, 0.0, 0
     for first, last, running, ends in stretches(lengths, limit):
         held += (running - left) * start
         grown = running * (last - first)
@@ -119,7 +117,7 @@ def limited(
             count = inputs * expands
             drawn = [lengths.at((n + 0.5) / count) for n in range(count)]
             random.Random(0).shuffle(drawn)
-            return max(finish_times(drawn, step, limit, rounds.start, admit(inputs)))
+            return admit(inputs) + max(finish_times(drawn, step, limit, rounds.start))
 
         def working(items: int) -> float:
             units = min(items * expands, limit) * bytes_of_one
