@@ -240,11 +240,8 @@ class ProfileTiming(Timing):
 
     def transfer(self, producer: int, source: int, target: int, items: int) -> float:
         link = self.profile.links.get(self._place((source,), target))
-        return (
-            0.0
-            if link is None
-            else link.seconds(Bytes(self._stages[producer].output_bytes * items))
-        )
+        size = Bytes(self._stages[producer].output_bytes * items)
+        return 0.0 if link is None else link.seconds(size)
 
     def item_bytes(self, node: StageNode) -> int:
         return self._stages[node.index].output_bytes

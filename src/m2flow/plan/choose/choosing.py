@@ -84,7 +84,8 @@ def choose(
         for staleness in range(max_staleness + 1)
         for candidate in choice.candidates(staleness, effort)
     ]
-    found += choice.beside(beside)
+    judged = (choice.whole.candidate(plan, plan.mode, STEPS) for plan in beside)
+    found += [candidate for candidate in judged if candidate is not None]
     each: dict[Shape, Candidate] = {}
     for one in found:
         each.setdefault(shape(one.plan), one)
@@ -148,13 +149,6 @@ class _Choice:
                 plan = isolate(replace(whole, lanes=self.lanes), self.isolated)
                 told = unfolded(found.prediction, self.problem, self.small, plan, self.fold)
                 yield Candidate(replace(plan, predicted_seconds=float(told.seconds)), told)
-
-    def beside(self, plans: Sequence[Plan]) -> Iterator[Candidate]:
-        """Candidates for the plans that the caller gave, unchanged."""
-        for plan in plans:
-            found = self.whole.candidate(plan, plan.mode, STEPS)
-            if found is not None:
-                yield found
 
     def _fixed(self, staleness: int) -> Iterator[tuple[str, Plan, Plan]]:
         """The fixed modes that fit, with their plans on the part of the lanes and on all lanes."""

@@ -48,8 +48,9 @@ def estimate(problem: PlanningProblem, draft: Draft) -> float:
     last: dict[int, float] = {SOURCE: 0.0}
     busy = [0.0] * len(draft.spots)
     for node in problem.graph.nodes:
-        spot = spot_of(problem, draft, node)
-        work = _work(problem, draft, node, spot)
+        spot, running = spot_of(problem, draft, node), draft.running[node.index]
+        asked = node.index, spot.option, spot.replicas, chunk_of(problem, draft, node), running
+        work = problem.kept(_stage_seconds, *asked)
         arrival = max(first[x] for x in node.inputs), max(last[x] for x in node.inputs)
         begin, end = _scheduled(problem, node, spot, work, free[spot.option.kind], arrival)
         if node.streaming:
@@ -125,12 +126,7 @@ def _load(draft: Draft, busy: Sequence[float]) -> float:
     return most
 
 
-def _work(problem: PlanningProblem, draft: Draft, node: StageNode, spot: Spot) -> _StageSeconds:
-    chunk, running = chunk_of(problem, draft, node), draft.running[node.index]
-    return problem.kept(_worked_out, node.index, spot.option, spot.replicas, chunk, running)
-
-
-def _worked_out(
+def _stage_seconds(
     problem: PlanningProblem,
     stage: int,
     option: WorkerCost,
@@ -174,19 +170,10 @@ def _publishing(problem: PlanningProblem, draft: Draft) -> float:
     most = 0.0
     for source, target in problem.weight_edges:
         one, other = draft.spots[source], draft.spots[target]
-        same = one.option.kind == other.option.kind
-        inside = same and one.first <= other.first and other.end <= one.end
-        most = max(
-            most,
-            problem.profile.publish_seconds(
-                problem.workers[source],
-                problem.workers[target],
-                "same" if inside else "node",
-                one.option.lanes,
-                other.option.lanes,
-                (one.option.kind, other.option.kind),
-            ),
-        )
+        lanes, kinds = (one.option.lanes, other.option.lanes), (one.option.kind, other.option.kind)
+        same = kinds[0] == kinds[1] and one.first <= other.first and other.end <= one.end
+        edge = problem.workers[source], problem.workers[target], "same" if same else "node"
+        most = max(most, problem.profile.publish_seconds(*edge, *lanes, kinds))
     return most
 
 
@@ -198,5 +185,5 @@ def _switching(problem: PlanningProblem, draft: Draft) -> float:
             here = [draft.spots[worker].option for worker in workers]
             limit = problem.memory[here[0].kind] if here else None
             if limit is not None and sum(option.state_bytes for option in here) > limit:
-                most = max(most, sum(option.switch for option in here))
+                most = max(most, sum(option.onload + option.offload for option in here))
     return most

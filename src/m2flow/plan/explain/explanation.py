@@ -115,10 +115,11 @@ def explained(
     """
     chosen, profile = decision.chosen, decision.profile
     plan, prediction = chosen.plan, chosen.prediction
+    lanes = [lane.id for lane in plan.lanes]
     ahead = any(one.plan.max_staleness for one in (chosen, *decision.others))
     return Explanation(
         title=title(plan),
-        num_lanes=len(plan.lanes),
+        num_lanes=len(lanes),
         items_per_step=decision.num_items,
         seconds_to_decide=decision.seconds_to_decide,
         considered=1 + len(decision.others),
@@ -134,7 +135,7 @@ def explained(
         race=profile.race if race is None else tuple(race),
         source=profile.source,
         assumptions=profile.assumptions,
-        timeline=_timeline(chosen),
+        timeline=folded(lay_out(prediction.spans, prediction.window, lanes), COLUMNS),
     )
 
 
@@ -154,9 +155,3 @@ def _memory(chosen: Candidate) -> str:
     limit = limits[fullest]
     of_it = "" if limit is None else f" of {bytes_text(limit)}"
     return f"at most {bytes_text(peaks[fullest])}{of_it} on a lane"
-
-
-def _timeline(chosen: Candidate) -> Gantt:
-    """The predicted step, lanes that are alike in one row."""
-    found, lanes = chosen.prediction, [lane.id for lane in chosen.plan.lanes]
-    return folded(lay_out(found.spans, found.window, lanes), COLUMNS)

@@ -253,11 +253,6 @@ class WorkerCost:
         for key in ("state_bytes", "onload", "offload"):
             _check(getattr(self, key) >= 0, "must not be negative", key, getattr(self, key))
 
-    @property
-    def switch(self) -> Seconds:
-        """To bring the state and to take it away again."""
-        return Seconds(self.onload + self.offload)
-
 
 @dataclass(frozen=True)
 class PublishCost:

@@ -89,7 +89,7 @@ def fitted(
     dispatch, event = _beside(evidence) or (base.dispatch, base.event_overhead)
     return replace(
         base,
-        stages={node.name: _stage(node, evidence, known) for node in evidence.graph.nodes},
+        stages={node.name: _stage(node, evidence, base) for node in evidence.graph.nodes},
         workers=_workers(evidence, base),
         publish=_publish(evidence, base),
         links={**places, **_links(evidence.transfers, places.get("node"))},
@@ -100,12 +100,12 @@ def fitted(
     )
 
 
-def _stage(node: StageNode, evidence: Evidence, known: Profile | None) -> StageProfile:
-    before = None if known is None else known.stages.get(node.name)
+def _stage(node: StageNode, evidence: Evidence, known: Profile) -> StageProfile:
+    before = known.stages.get(node.name)
     costs = before.costs if before else ()
     free = [one for one in costs if one.max_running is None] or costs
     given = {(one.layout, one.lanes, one.kind): one for one in free}
-    trust = KNOWN_CALLS if known is not None and known.source == "measured" else 0.0
+    trust = KNOWN_CALLS if known.source == "measured" else 0.0
     seen = {where[1:]: calls for where, calls in evidence.timed(node.name).items()}
     if not seen and before is None:
         raise UserError(
