@@ -19,9 +19,6 @@ TOLERANCE = 0.15
 PATIENCE = 5
 """Number of drifted steps in a row that make a drift that lasts."""
 
-WARM_UP = 2
-"""Number of first steps under a plan that do not count, while kernels and caches warm up."""
-
 LEAST_GAIN = 0.03
 """Share of a step that a new plan must gain; less is within the error of a prediction."""
 
@@ -34,15 +31,12 @@ class Watch:
     """
 
     def __init__(self, predicted: Seconds) -> None:
-        self.predicted, self._warm_up = predicted, WARM_UP
+        self.predicted = predicted
         self._last: deque[float] = deque(maxlen=PATIENCE)
 
     def note(self, seconds: float) -> None:
         """Add what a step has taken."""
-        if self._warm_up:
-            self._warm_up -= 1
-        else:
-            self._last.append(seconds)
+        self._last.append(seconds)
 
     def drift(self) -> float | None:
         """Return measured over predicted seconds if all of the last steps were off to one side."""
