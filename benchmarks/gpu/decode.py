@@ -27,6 +27,8 @@ from m2flow.generation.captured import PLAIN_STEPS, CudaCapture
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Request, SamplingParams
 from m2flow.models.shape import PUBLISHED, model_from_config
+from m2flow.models.work import decoding
+from m2flow.plan.profile.hardware import device_called
 
 SHARE = 0.6
 """Of the limit that is aimed at, with AIMED_AT answers at a time."""
@@ -171,6 +173,10 @@ def measure(
     limit = count * rate / bytes_of_a_step(model, count, work.prompt_tokens + tokens / 2)
     found = {"tokens/s": count * tokens / taken, "limit, tokens/s": limit}
     found["share of the limit"] = found["tokens/s"] / limit
+    if known := device_called(torch.cuda.get_device_name() if device != "cpu" else ""):
+        shape = model_from_config(model)
+        step = decoding(shape, count, count * (work.prompt_tokens + tokens / 2)).on(known)
+        found["analytic profile over measured"] = step * tokens / taken
     if again:
         found["after a context switch, tokens/s"] = count * tokens / again
     if len(ways) > 1:

@@ -12,6 +12,7 @@ small model.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import sys
 import time
@@ -27,7 +28,10 @@ from gpu.profiled import kernels_of
 from harness import Target, arguments, conclude, table
 
 from m2flow.algorithms.grpo import GRPOLoss
-from m2flow.models.shape import PUBLISHED
+from m2flow.models.lengths import LogNormalLengths
+from m2flow.models.shape import PUBLISHED, model_from_config
+from m2flow.models.work import Answers, Division, training_pass, update
+from m2flow.plan.profile.hardware import device_called
 from m2flow.training.fused import fuse
 from m2flow.training.optimizer import AdamWConfig
 from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig
@@ -146,6 +150,15 @@ def measured(
         "matrix rate, TFLOP/s": matrix_rate(work.side, device) / 1e12,
         "GB at most": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0,
     }
+    if device == "cuda" and (known := device_called(torch.cuda.get_device_name())):
+        shape = model_from_config(work.config)
+        lengths = LogNormalLengths(math.log(work.tokens), 1e-6, work.tokens)
+        step = training_pass(
+            *(shape, Answers(work.prompt, lengths), work.answers, Division()),
+            *(config.tokens_per_microbatch, again),
+        )
+        seconds_of_it = step.on(known) + update(shape, Division(), 1).on(known)
+        found["analytic profile over measured"] = seconds_of_it / taken
     return found, kernels_of(lambda: (trainer.fold(few), trainer.finish()))
 
 
