@@ -6,10 +6,10 @@ lengths). m2flow runs by its command line, collocated and under `auto`; the firs
 warms up. Shown are seconds by phase, context switches against a pinned copy measured in the same
 run, memory of the device, what was predicted, and TRL's GRPOTrainer on the same work, where an
 interpreter has it (`--sides trl`; M2FLOW_TRL_PYTHON, else this one). Each side takes minutes:
-`--sides` picks them, so that runs with a time limit can share them out, and TRL is stopped after
-`--trl-seconds`: if its first step is not over by then, the samples a second that it can have had at
-most are held against those of m2flow's first step, in which both warm up. `--quick` has fewer and
-shorter answers, `--device cpu` a tiny model.
+`--sides` picks them, so that runs with a time limit can share them out, and each is stopped after
+`--seconds`: what is known of the steps that it has done is shown. If TRL's first step is not over
+by then, the samples a second that it can have had at most are held against those of m2flow's first
+step, in which both warm up. `--quick` has fewer and shorter answers, `--device cpu` a tiny model.
 """
 
 from __future__ import annotations
@@ -129,26 +129,32 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-def of_m2flow(work: Work, model: Path, mode: str, folder: Path) -> dict[str, float]:
+def of_m2flow(work: Work, model: Path, mode: str, folder: Path, limit: float) -> dict[str, float]:
     """Figures of whole steps in a mode, the medians over those that are timed."""
     run, found = folder / mode, dict[str, float]()
     steps = work.steps + (4 if mode == "auto" else 0)  # its first ones are a race
     began = time.perf_counter()
-    with device_memory(found):
-        subprocess.run(
-            command(
-                *("train", *keys_of(replace(work, steps=steps), model), "--quiet"),
-                *("--mode", mode, "--run-dir", str(run), f"lanes={work.lanes}"),
-            ),
-            check=True,
-            env=environment(),
-            timeout=LIMIT_SECONDS,
-        )
-    found["s the whole command"] = time.perf_counter() - began
+    words = command(
+        *("train", *keys_of(replace(work, steps=steps), model), "--quiet"),
+        *("--mode", mode, "--run-dir", str(run), f"lanes={work.lanes}"),
+    )
+    with device_memory(found), subprocess.Popen(words, env=environment()) as process:
+        try:
+            if process.wait(limit):
+                raise subprocess.CalledProcessError(process.returncode, words)
+            found["s the whole command"] = time.perf_counter() - began
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            found["s, stopped"] = time.perf_counter() - began
+            process.wait(60)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "seconds/step" in row]
+    if not rows:
+        return found
     found["s the first step"] = rows[0]["seconds/step"]
     found["samples/s, the first step"] = work.prompts * work.answers / found["s the first step"]
+    if len(rows) <= steps - work.steps:  # none that is timed
+        return found | {name: rows[0][name] for name in rows[0] if name.startswith("seconds/")}
     rows = rows[-work.steps :]
     for name in sorted({name for row in rows for name in row if name.startswith("seconds/")}):
         found[name] = statistics.median(row.get(name, 0.0) for row in rows)
@@ -275,7 +281,7 @@ def main() -> None:
     parser = arguments((__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=tuple(WORK))
     parser.add_argument("--sides", nargs="+", default=["collocated"], choices=SIDES)
-    parser.add_argument("--trl-seconds", type=float, default=LIMIT_SECONDS, help="for its side")
+    parser.add_argument("--seconds", type=float, default=LIMIT_SECONDS, help="for each side")
     options = parser.parse_args()
     work = WORK[options.device]
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -290,14 +296,15 @@ def main() -> None:
         share = write_model(config, work.mean, model, options.device)
         if options.device == "cuda":
             torch.cuda.empty_cache()
-            found["guessed"] = guessed(work, model)
         for side in options.sides:
             found[side] = (
-                of_trl(work, model, options.trl_seconds)
+                of_trl(work, model, options.seconds)
                 if side == "trl"
-                else of_m2flow(work, model, side, Path(folder))
+                else of_m2flow(work, model, side, Path(folder), options.seconds)
             )
             print(side, {name: round(value, 3) for name, value in found[side].items()}, flush=True)
+        if options.device == "cuda":
+            found["guessed"] = guessed(work, model)
     names = list(dict.fromkeys(name for row in found.values() for name in row))
     table(["", *found], [[name, *(row.get(name, "") for row in found.values())] for name in names])
     where = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
