@@ -37,6 +37,7 @@ from gpu.long_answers import write_model
 from harness import ROOT, Target, arguments, conclude, table
 
 from m2flow.models.shape import PUBLISHED
+from m2flow.observe.jsonl import read_rows
 
 HERE = Path(__file__).parent
 LIMIT_SECONDS = 560
@@ -147,8 +148,8 @@ def of_m2flow(work: Work, model: Path, mode: str, folder: Path, limit: float) ->
             process.terminate()
             found["s, stopped"] = time.perf_counter() - began
             process.wait(60)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "seconds/step" in row]
+    metrics = run / "metrics.jsonl"
+    rows = [row for row in read_rows(metrics) if "seconds/step" in row] if metrics.exists() else []
     if not rows:
         return found
     found["s the first step"] = rows[0]["seconds/step"]
