@@ -353,11 +353,10 @@ def faults() -> Table:
     """What goes on when something breaks: long runs, simulated crashes."""
 
     def grown(name: str) -> str:
-        shares = (
-            target(name, f"growth, {what}")
-            for what in ("memory of the launcher", "memory of all", "handles of all", "processes")
-        )
-        return ", ".join(f"{share:.2f}" for share in shares)
+        what = ("memory of the launcher", "memory of all", "handles of all")
+        most = (f"{target(name, f'growth, {one}'):.2f}" for one in what)
+        trends = (f"{100 * target(name, f'trend an hour, {one}'):+.0f} %" for one in what)
+        return f"{', '.join(most)}; {', '.join(trends)}"
 
     schedules = read("crash_schedules")["results"]
     lost = schedules["lanes lost"]
@@ -374,8 +373,8 @@ def faults() -> Table:
         "2.1 s": "long steps disturbed, with a spare",
         "2.1 s, with `spare_lanes=0`": "long steps disturbed",
     }
-    left = "most of the last third over most of the second: launcher's memory, all memory, handles"
-    return f"what | {left}, processes", [
+    left = "most of the last third over most of the second, and trend in an hour"
+    return f"what | {left}: launcher's memory, all memory, handles", [
         *((words, grown(name)) for name, words in minutes.items()),
         ("a lane of the quick start is killed: seconds until new work", f"{back:.1f} at most"),
         *(
