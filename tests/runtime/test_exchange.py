@@ -17,6 +17,9 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.runtime.lane.exchange import Exchange, ItemsKey
+from m2flow.runtime.lane.host import LaneHost
+from m2flow.runtime.lane.loading import save
+from m2flow.runtime.lane.orders import STATES, Save
 from m2flow.runtime.lane.store import Store
 from m2flow.runtime.transport.groups import LaneGroups
 from m2flow.runtime.transport.listening import LOOPBACK
@@ -86,24 +89,52 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_copy_holds_nothing_that_a_lane_shares(tmp_path: Path) -> None:
-    """A snapshot that had come stayed mapped, and its lane's memory taken."""
+class Saver:
+    """A worker whose state is one number, many times."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def save(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.full((4 * LARGE,), self.number)}
+
+
+def test_a_state_that_is_held_is_not_written_over(tmp_path: Path) -> None:
+    """It lies where the lane saved it; the lane has another place for the next one, and no third;
+    what is held outlives the lane and its files."""
     folder = tmp_path / f"m2flow-test-{tmp_path.name}"
     lane, launcher = (Exchange(*who, "here", None, folder, b"key") for who in ((3, 0), (None, -1)))
     launcher.introduce({3: lane.address})
-    store = Store()
-    lane.serve(store)
-    found: list[dict[str, torch.Tensor]] = []
-    memory = lane.room(8 * LARGE).view(torch.int64)
-    for number in range(3):
-        store.put("", -1, 0, Batch({"state": [{"w": memory.fill_(number)}]}))
-        into = found[0] if number == 2 else {"w": torch.zeros(1)}
-        key = ItemsKey("", -1, 0, (0,))
-        found.append(launcher.fetch_later(3, key, SOON, into=into).result(SOON)["state"][0])
-        assert len(list(Path("/dev/shm").glob(f"{folder.name}-*"))) == 1, "and is not copied there"
-    assert [int(one["w"][-1]) for one in found] == [2, 1, 2]
-    assert found[2]["w"] is found[0]["w"], "memory that may be used again is"
+    saver = Saver()
+    host = LaneHost(3, {}, {"saver": saver})  # type: ignore[dict-item]
+    lane.serve(host.store)
+
+    def saved() -> torch.Tensor:
+        saver.number += 1
+        host.store.drop_step("", STATES)
+        save(Save(0, "saver", 0), host, lane)
+        fetched = launcher.fetch_later(3, ItemsKey("", STATES, 0, (0,)), SOON).result(SOON)
+        there: torch.Tensor = fetched["state"][0]["w"]
+        assert bool((there == saver.number).all())
+        return there
+
+    def files() -> int:
+        return len(list(Path("/dev/shm").glob(f"{folder.name}-*")))
+
+    held = saved()
+    assert files() == 1, "it is not copied there"
+    for _ in range(3):
+        kept, held = held, saved()
+        assert bool((kept == saver.number - 1).all())
+        del kept
+    assert files() == 2
+    saved()  # given up
+    saved()
+    assert bool((held == saver.number - 2).all()), "the last one that was kept"
+    assert files() == 2
     lane.close()
+    assert files() == 0
+    assert bool((held == saver.number - 2).all())
     launcher.close()
 
 

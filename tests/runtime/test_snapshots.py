@@ -134,8 +134,10 @@ class _Pool:
     def answer(self, which: int, value: Any, *, raised: bool = False) -> None:
         self.answers[which].set_result(MethodResult(which, cloudpickle.dumps(value), raised))
 
-    def fetch_later(self, lane: int, key: Any, seconds: float, *, into: Any) -> Future[Batch]:
-        assert into is not None, "nothing that a lane shares is kept"
+    def fetch_later(
+        self, lane: int, key: Any, seconds: float, *, then: Callable[[Batch], Batch]
+    ) -> Future[Batch]:
+        self.then = then
         self.fetches.append(Future())
         return self.fetches[-1]
 
@@ -171,6 +173,21 @@ def test_a_snapshot_is_over_once_all_that_lanes_have_saved_is_here() -> None:
     }
     assert snapshot.seconds == SaveSeconds(0.3, 0.2)
     assert [lane for lane, order in pool.sent if isinstance(order, DropStep)] == [0, 1]
+
+
+def test_a_large_state_is_copied_and_a_small_one_stays_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of shared memory there is less than of other."""
+    _, pool = _begun({"policy": (0,)})
+    pool.answer(0, SaveSeconds(0.1, 0.0))
+    content = torch.arange(100, dtype=torch.uint8)
+    batch = Batch({"state": [{"part": content}]})
+    assert pool.then(batch)["state"][0]["part"].data_ptr() == content.data_ptr()
+    monkeypatch.setattr("m2flow.runtime.driver.snapshots.REUSED_BYTES", 99)
+    copied = pool.then(batch)["state"][0]["part"]
+    assert copied.data_ptr() != content.data_ptr()
+    assert torch.equal(copied, content)
 
 
 def test_what_has_come_is_let_go_of_at_once() -> None:

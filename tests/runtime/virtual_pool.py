@@ -204,16 +204,25 @@ class VirtualExchange:
         return batch
 
     def fetch_later(
-        self, lane: int, key: ItemsKey, seconds: float, *, into: Any = None
+        self,
+        lane: int,
+        key: ItemsKey,
+        seconds: float,
+        *,
+        then: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> Future[Batch]:
         fetched, holder = Future[Batch](), self.world.lanes[lane]
         states = key.step == STATES
         after = self.world.disk_seconds() if states else self.world.seconds()
-        self.world.after(after, partial(self._fetch, holder, key, fetched, into or {}))
+        self.world.after(after, partial(self._fetch, holder, key, fetched, then))
         return fetched
 
     def _fetch(
-        self, holder: LaneProcess, key: ItemsKey, fetched: Future[Batch], into: Mapping[str, Any]
+        self,
+        holder: LaneProcess,
+        key: ItemsKey,
+        fetched: Future[Batch],
+        then: Callable[[Batch], Batch],
     ) -> None:
         held = {(key.step, key.producer, item) for item in key.items}
         if not holder.up or (key.step != STATES and not held <= holder.held):
@@ -221,10 +230,7 @@ class VirtualExchange:
         elif key.step == STATES:
             if key.producer in holder.saved:  # or the launcher has let go of it
                 state = holder.saved[key.producer].clone()
-                if (there := into.get("part")) is not None:  # memory that nobody is to need
-                    there.learnt, there.versions = state.learnt, state.versions
-                    state = there
-                fetched.set_result(Batch({"state": [{"part": state}]}))
+                fetched.set_result(then(Batch({"state": [{"part": state}]})))
         else:
             fetched.set_result(self.world.batch(key.producer, key.step, key.items))
 

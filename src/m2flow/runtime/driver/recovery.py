@@ -1,8 +1,8 @@
 """`Recovery`: what a run goes back to when lanes are lost.
 
 A run goes back to its last *snapshot*, which is what the workers have saved between two steps, and
-takes the steps since then again. Items' seeds make them the same steps. The launcher keeps the
-snapshot in its memory, so that no lane takes it along. The first one is free: what a worker is
+takes the steps since then again. Items' seeds make them the same steps. The launcher holds the
+snapshot, so that no lane takes it along. The first one is free: what a worker is
 loaded with. Later ones are taken beside the steps, as often as they are worth: one holds a lane up
 for at most `SHARE` of the time since the one before was begun, and keeps it busy for at most `BUSY`
 of that; or so many steps have been given since then.
@@ -20,7 +20,7 @@ from typing import Any
 from m2flow.engine.spans import Span
 from m2flow.errors import RunFailed
 from m2flow.flow.batch import Batch
-from m2flow.runtime.lane.orders import REUSED_BYTES, SaveSeconds
+from m2flow.runtime.lane.orders import SaveSeconds
 
 SHARE = 0.015
 """The share of the time for which snapshots may hold a lane up, at most."""
@@ -35,7 +35,7 @@ LOST, BACK = "lane lost", "lane back"
 """Names of the spans of a lane that was down, and of one that is taken in again."""
 
 COPIES = 3
-"""How often a state is in host memory: as a lane's copy, as the last one here, and one to come."""
+"""How often a state is in host memory: the last one, one to come, and what a lane reads it from."""
 
 State = Mapping[str, Any]
 """What a worker has saved: name to tensor on the CPU."""
@@ -119,10 +119,6 @@ class SavedStates:
     states: Mapping[str, State] = field(default_factory=dict)
 
 
-def _bytes_of(state: State) -> int:
-    return sum(x.nbytes for x in state.values())
-
-
 class Recovery:
     """The books of one run.
 
@@ -157,7 +153,6 @@ class Recovery:
         self.snapshot_seconds = 0.0
         self._snapshot: SavedStates | None = SavedStates(first_step)
         self._batches: list[Batch] = []
-        self._spare: Mapping[str, State] = {}
         self._begun: int | None = None
         self._begun_at = clock()
         self._paused_at: float | None = None
@@ -223,17 +218,10 @@ class Recovery:
         assert self._snapshot is not None
         assert self._begun is not None
         self._batches = self._batches[self._begun - self._snapshot.step :]
-        if sum(_bytes_of(state) for state in states.values()) <= REUSED_BYTES:
-            self._spare = self._snapshot.states
         self._snapshot, self._begun = SavedStates(self._begun, states), None
         held_up = max(seconds.held_up, self._pause_seconds)
         self._taken_at, self._apart = self._begun_at, max(held_up / SHARE, seconds.busy / BUSY)
         self.snapshot_seconds += held_up
-
-    def take_spare(self) -> Mapping[str, State]:
-        """The states of the snapshot before the last one, whose memory may be used again."""
-        spare, self._spare = self._spare, {}
-        return spare
 
     def give_up(self, why_not: str | None = None) -> None:
         """The snapshot that was begun will not come; with a reason, none will."""

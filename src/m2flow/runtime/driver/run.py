@@ -289,7 +289,6 @@ class Run(FlowOnLanes):
             self._savers(),
             self._bring,
             self.plan.deadline_seconds,
-            self._recovery.take_spare(),
         )
         self._recovery.begin(self._runners[STEP].next_step)
 

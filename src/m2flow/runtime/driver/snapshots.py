@@ -12,13 +12,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from types import MappingProxyType
 
 from m2flow.flow.batch import Batch
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.recovery import State
 from m2flow.runtime.lane.exchange import ItemsKey
-from m2flow.runtime.lane.orders import STATES, DropStep, MethodResult, Save, SaveSeconds
+from m2flow.runtime.lane.orders import (
+    REUSED_BYTES,
+    STATES,
+    DropStep,
+    MethodResult,
+    Save,
+    SaveSeconds,
+)
 
 
 class SnapshotOnItsWay:
@@ -30,7 +36,6 @@ class SnapshotOnItsWay:
             saving, and the first one keeps what is saved until it is fetched.
         bring: has workers resident on lanes; called with the workers, for what, and the lanes.
         seconds: longest that all of it may take.
-        spare: states whose memory may be used again.
     """
 
     def __init__(
@@ -39,9 +44,7 @@ class SnapshotOnItsWay:
         gangs: Mapping[str, tuple[int, ...]],
         bring: Callable[[Sequence[str], str, Sequence[int]], None],
         seconds: float,
-        spare: Mapping[str, State] = MappingProxyType({}),
     ) -> None:
-        self._spare = spare
         self._pool, self._gangs, self._deadline = pool, gangs, time.monotonic() + seconds
         self._numbers = {worker: number for number, worker in enumerate(gangs)}
         self._saving: dict[str, list[Future[MethodResult]]] = {}
@@ -86,7 +89,7 @@ class SnapshotOnItsWay:
             key = ItemsKey("", STATES, self._numbers[worker], (0,))
             left = max(0.0, self._deadline - time.monotonic())
             fetch = self._pool.exchange.fetch_later
-            state = fetch(self._gangs[worker][0], key, left, into=self._spare.get(worker, {}))
+            state = fetch(self._gangs[worker][0], key, left, then=_without_large)
         except Exception as error:  # noqa: BLE001 - raised by the future
             state = Future()
             state.set_exception(error)
@@ -94,7 +97,10 @@ class SnapshotOnItsWay:
         return state
 
     def states(self) -> dict[str, State]:
-        """What each worker has saved, in memory of the launcher's own; the lanes let go of it.
+        """What each worker has saved; the lanes let go of it.
+
+        Of a lane on this machine it is the lane's own copy, which stays as it is, whatever becomes
+        of the lane; a large one is copied, so that no shared memory is held.
 
         Raises:
             TimeoutError: it is not here, and its time is up.
@@ -119,3 +125,11 @@ class SnapshotOnItsWay:
         self._fetching.clear()
         for lane in self._pool.lanes:
             self._pool.send(lane.id, DropStep("", STATES))
+
+
+def _without_large(batch: Batch) -> Batch:
+    """A state as it has come, or a copy of a large one, so that no shared memory is held."""
+    state: State = batch["state"][0]
+    if sum(x.nbytes for x in state.values()) <= REUSED_BYTES:
+        return batch
+    return Batch({"state": [{name: x.clone() for name, x in state.items()}]})

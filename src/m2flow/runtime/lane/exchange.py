@@ -7,11 +7,10 @@ by the way that fits. Published weights are laid out and taken over by the two h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +52,6 @@ class ItemsKey:
 def name_of(lane: int | None) -> str:
     """What people, and shared memory, call a lane; None is the launcher."""
     return "the launcher" if lane is None else f"lane {lane}"
-
-
-def _copied(batch: Batch, into: Mapping[str, Any]) -> Batch:
-    """A state in memory of this process alone."""
-    state = {}
-    for name, x in batch["state"][0].items():
-        there = into.get(name)
-        if there is None or (there.shape, there.dtype) != (x.shape, x.dtype):
-            there = torch.empty_like(x)
-        state[name] = there.copy_(x)
-    return Batch({"state": [state]})
 
 
 class Exchange:
@@ -174,18 +162,20 @@ class Exchange:
         return batches
 
     def fetch_later(
-        self, lane: int, key: ItemsKey, seconds: float, *, into: Mapping[str, Any] | None = None
+        self,
+        lane: int,
+        key: ItemsKey,
+        seconds: float,
+        *,
+        then: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> Future[Batch]:
         """Items that a lane holds, fetched by another thread while this one goes on.
 
-        With `into` the item is a state, which that thread copies, so that nothing which a lane
-        shares is held: into the tensors of these names, where they have the shape, and else into
-        new ones. The future raises what `ask` would have raised.
+        That thread does `then` with them. The future raises what `ask` would have raised.
         """
         if self._fetching is None:
             self._fetching = ThreadPoolExecutor(FETCHES_AT_ONCE, "m2flow fetch")
-        fetch = partial(self.ask, lane, key, seconds)
-        return self._fetching.submit(fetch if into is None else lambda: _copied(fetch(), into))
+        return self._fetching.submit(lambda: then(self.ask(lane, key, seconds)))
 
     def room(self, num_bytes: int) -> Any:
         """A uint8 tensor [num_bytes]: what lies in it goes to others on this machine uncopied."""
@@ -193,6 +183,10 @@ class Exchange:
             with suppress(PoolFull):
                 return self._pool.empty((num_bytes,), torch.uint8)
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def is_read(self, room: Any) -> bool:
+        """Whether somebody on this machine still has what lay in a tensor of `room`."""
+        return self._pool.is_read(room)
 
     def _fetch(self, lane: int, key: Any, seconds: float) -> Any:
         """What a lane has."""

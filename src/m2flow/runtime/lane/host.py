@@ -74,7 +74,7 @@ class LaneHost:
         self.store = Store() if store is None else store
         self.away = set[str]()
         """Workers whose state was put away."""
-        self.copies: dict[str, Any] = {}
+        self.copies: dict[str, list[Any]] = {}
         """By worker, the memory of the last copy of its state that was asked for."""
         self._agree = agree
         self._turns: dict[int, list[Span]] = {}

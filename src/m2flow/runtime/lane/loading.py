@@ -93,16 +93,19 @@ class Loader:
 def save(order: Save, host: LaneHost, exchange: Exchange) -> None:
     """Keep a copy of what a worker saves; its other lanes may have to take part.
 
-    A small one is written over the copy before it, which whoever asked for that has read, or given
-    up: memory that is new to a process takes five times as long to fill.
+    A small one is written over an earlier copy that nobody reads any more: memory that is new to a
+    process takes five times as long to fill. Whoever keeps the last one on this machine reads it
+    where it lies, so that there are two.
     """
     saved = dict(host.workers[order.worker].save())
     places = list(accumulate((aligned(x.nbytes) for x in saved.values()), initial=0))
-    memory = host.copies.pop(order.worker, None)
-    if memory is None or len(memory) != places[-1]:
+    kept = [one for one in host.copies.pop(order.worker, []) if len(one) == places[-1]]
+    memory = next((one for one in kept if not exchange.is_read(one)), None)
+    if memory is None:
         memory = exchange.room(places[-1])
+        kept = [*kept[-1:], memory]
     if len(memory) <= REUSED_BYTES:
-        host.copies[order.worker] = memory
+        host.copies[order.worker] = kept
     state = {}
     for name, start in zip(list(saved), places, strict=False):
         x = saved.pop(name).detach()  # what was gathered need not stay beside its copy

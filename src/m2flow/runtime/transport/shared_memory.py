@@ -120,6 +120,15 @@ class SharedPool:
         weakref.finalize(memory, _view_died, block, self._made).atexit = False
         return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
+    def is_read(self, made: torch.Tensor) -> bool:
+        """Whether a reader still has views of what was handed over in a tensor of `empty`."""
+        with self._lock:
+            found = self._blocks.locate(made.data_ptr())
+            if found is None:
+                return False
+            found[0].take_back()
+            return bool(found[0].leases)
+
     def release(self, handle: SharedHandle) -> None:
         """Reclaim the blocks of a handle that nobody holds, or will read."""
         with self._lock:
