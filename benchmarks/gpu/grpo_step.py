@@ -148,8 +148,7 @@ def of_m2flow(work: Work, model: Path, mode: str, folder: Path, limit: float) ->
             process.terminate()
             found["s, stopped"] = time.perf_counter() - began
             process.wait(60)
-    metrics = run / "metrics.jsonl"
-    rows = [row for row in read_rows(metrics) if "seconds/step" in row] if metrics.exists() else []
+    rows = [row for row in read_rows(run / "metrics.jsonl").rows if "seconds/step" in row]
     if not rows:
         return found
     found["s the first step"] = rows[0]["seconds/step"]
