@@ -359,6 +359,8 @@ def faults() -> Table:
         return f"{', '.join(most)}; {', '.join(trends)}"
 
     schedules = read("crash_schedules")["results"]
+    fuzzed = read("fuzz")["results"].values()
+    cases = sum(one["cases"] for one in fuzzed)
     lost = schedules["lanes lost"]
     broken = target("crash_schedules", "schedules that break a promise")
     minutes = {
@@ -387,6 +389,10 @@ def faults() -> Table:
         (
             f"{schedules['schedules']:,} simulated schedules, with {lost:,} lanes lost",
             f"{broken:.0f} break a promise",
+        ),
+        (
+            f"{cases:,} files and messages of {len(fuzzed)} kinds, with mutated bytes",
+            "each read rightly, or refused in one line",
         ),
     ]
 
@@ -485,7 +491,7 @@ TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
     "peers_sb3": (peers_sb3, ("peers_sb3",)),
     "learning": (learning, ("learning",)),
     "chaos": (chaos, ("chaos",)),
-    "faults": (faults, ("soak", "soak_embodied", "recovery", "crash_schedules")),
+    "faults": (faults, ("soak", "soak_embodied", "recovery", "crash_schedules", "fuzz")),
 }  # fmt: skip
 """By name what makes a table, and the results that it is made from."""
 
