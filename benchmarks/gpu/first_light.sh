@@ -86,7 +86,7 @@ if [ "$DEVICE" = cuda ]; then
   stage links 60 "$PYTHON" benchmarks/gpu/links.py --out "$OUT/links.json"
 fi
 stage decode 90 "$PYTHON" benchmarks/gpu/decode.py --device "$DEVICE" --quick --out "$OUT/decode.json"
-stage grpo_step 240 "$PYTHON" benchmarks/gpu/grpo_step.py --device "$DEVICE" $SMALL --out "$OUT/grpo_step.json"
+stage grpo_step 240 "$PYTHON" benchmarks/gpu/grpo_step.py --device "$DEVICE" --seconds 215 $SMALL --out "$OUT/grpo_step.json"
 stage quickstart 180 bash -c "train quickstart recipes/quickstart.yaml lanes=$LANES $SHORT"
 if "$PYTHON" -c "import mani_skill" 2>/dev/null; then
   stage maniskill 60 bash -c "train maniskill recipes/openvla-ppo-maniskill.yaml model=tiny steps=2 lanes=$LANES"

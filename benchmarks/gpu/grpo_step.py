@@ -188,11 +188,12 @@ def of_trl(work: Work, model: Path, limit: float) -> dict[str, float]:
     found = dict[str, float]()
     python = os.environ.get("M2FLOW_TRL_PYTHON", sys.executable)
     with device_memory(found), (model.parent / "trl.log").open("w+") as log:
-        began = time.perf_counter()
+        began = time.time()  # which means the same in another process
+        given = {**asdict(work), "model": str(model), "steps": work.steps + 1, "began": began}
         try:
             answer = subprocess.run(
                 [python, str(HERE / "trl_step.py")],
-                input=json.dumps({**asdict(work), "model": str(model), "steps": work.steps + 1}),
+                input=json.dumps(given),
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -201,7 +202,7 @@ def of_trl(work: Work, model: Path, limit: float) -> dict[str, float]:
                 timeout=limit,
             )
         except subprocess.TimeoutExpired:
-            return found | unfinished(work, log, time.perf_counter() - began)
+            return found | unfinished(work, log, time.time() - began)
         finally:
             log.seek(0)
             print(log.read()[-6000:], file=sys.stderr)
@@ -218,12 +219,10 @@ def of_trl(work: Work, model: Path, limit: float) -> dict[str, float]:
 def unfinished(work: Work, log: TextIO, seconds: float) -> dict[str, float]:
     """What is known of TRL's steps when it is stopped after so many seconds."""
     log.seek(0)
-    times = dict[str, float]()  # of the first time that something was said, since the trainer's
+    times = dict[str, float]()  # when something was said for the first time
     for line in log:
         if said := re.fullmatch(r"([\d.]+) s: (.*)\n", line):
             times.setdefault(said[2], float(said[1]))
-        elif said := re.fullmatch(r"the clock stands (.*) s after its process began\n", line):
-            seconds -= float(said[1])
     if (began := times.get("optimizer step 0 begins")) is None:
         return {"s, stopped before the first step": seconds}
     found = {"s of the first step, stopped": seconds - began}

@@ -1,9 +1,10 @@
 """TRL's side of `grpo_step.py`: whole GRPO steps by GRPOTrainer, in an interpreter that has TRL.
 
-Standard input is one line of JSON (`grpo_step.Work` and the folder of the model), standard output
-one line: seconds of each step, seconds of its generation, and the lengths of its answers. TRL is
-given what makes it fast on one GPU without another server: transformers' continuous batching,
-bfloat16, gradient checkpointing, the fused optimizer; nothing is logged, saved or evaluated.
+Standard input is one line of JSON (`grpo_step.Work`, the folder of the model, and when this was
+begun, in seconds since the epoch), standard output one line: seconds of each step, seconds of its
+generation, and the lengths of its answers. TRL is given what makes it fast on one GPU without
+another server: transformers' continuous batching, bfloat16, gradient checkpointing, the fused
+optimizer; nothing is logged, saved or evaluated.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what libraries print is not the answer
 
-import psutil  # noqa: E402
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from long_answers import even  # noqa: E402
@@ -29,17 +29,15 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 class Clock(TrainerCallback):
     """Seconds of each generation and the optimizer steps that it feeds."""
 
-    def __init__(self, optimizer_steps: int) -> None:
-        self.optimizer_steps, self.began = optimizer_steps, time.perf_counter()
+    def __init__(self, optimizer_steps: int, began: float) -> None:
+        self.optimizer_steps, self.began = optimizer_steps, began
         self.starts: list[float] = []
         self.judged: list[float] = []
         self.lengths: list[list[int]] = []
-        age = time.time() - psutil.Process().create_time()
-        print(f"the clock stands {age:.2f} s after its process began", file=sys.stderr, flush=True)
 
     def say(self, what: str) -> None:
         """Onto standard error, so that what is known of a run that is stopped can be read there."""
-        print(f"{time.perf_counter() - self.began:.1f} s: {what}", file=sys.stderr, flush=True)
+        print(f"{time.time() - self.began:.1f} s: {what}", file=sys.stderr, flush=True)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Before each optimizer step."""
@@ -65,7 +63,7 @@ def main() -> None:
     samples, minibatches = work["prompts"] * work["answers"], work["minibatches"]
     each = work["trl_samples"]
     accumulated = samples // minibatches // each
-    clock = Clock(minibatches)
+    clock = Clock(minibatches, work["began"])
     prompts = [f"{n}+{n * 7 % 97}=" for n in range((work["steps"] + 1) * work["prompts"])]
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
+from m2flow.flow.worker import Worker
 from m2flow.runtime.lane.exchange import Exchange, ItemsKey
 from m2flow.runtime.lane.host import LaneHost
 from m2flow.runtime.lane.loading import save
@@ -89,11 +90,10 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-class Saver:
-    """A worker whose state is one number, many times."""
+class Saver(Worker):
+    """Its state is one number, many times."""
 
-    def __init__(self) -> None:
-        self.number = 0
+    number = 0
 
     def save(self) -> dict[str, torch.Tensor]:
         return {"w": torch.full((4 * LARGE,), self.number)}
@@ -106,7 +106,7 @@ def test_a_state_that_is_held_is_not_written_over(tmp_path: Path) -> None:
     lane, launcher = (Exchange(*who, "here", None, folder, b"key") for who in ((3, 0), (None, -1)))
     launcher.introduce({3: lane.address})
     saver = Saver()
-    host = LaneHost(3, {}, {"saver": saver})  # type: ignore[dict-item]
+    host = LaneHost(3, {}, {"saver": saver})
     lane.serve(host.store)
 
     def saved() -> torch.Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from m2flow.algorithms.sampling import sample_tokens
 from m2flow.generation.records import SamplingParams
+from m2flow.models.device import sent
 
 _MIN_PADDED = 16
 _ROW_STEP = 8
@@ -36,7 +37,7 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available() and all(
 
 def on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """An int64 tensor of numbers, without waiting for what the device is at."""
-    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return sent(torch.tensor(numbers), device)
 
 
 def padded_rows(num_rows: int) -> int:

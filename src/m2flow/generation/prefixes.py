@@ -84,9 +84,9 @@ class Prefixes:
 
     def tensors(self) -> Iterator[Tensor]:
         """All that is kept; what several prompts share comes several times."""
-        for made in [kept.made for kept in self._kept.values()] + [
-            made for made, _ in self._begun.values()
-        ]:
+        kept = (one.made for one in self._kept.values())
+        begun = (made for made, _ in self._begun.values())
+        for made in itertools.chain(kept, begun):
             yield made.logits_UV
             yield from self._cache.tensors_of(made.kv)
 

@@ -18,7 +18,8 @@ TEAM = 16
 """Rows of a team at most: with eight query heads each they fill a tensor core's 128 lines."""
 
 BLOCK = 64
-"""Tokens are shared in multiples of it: what a reader takes at a time."""
+"""Tokens that a reader takes at a time, of which a page has a multiple; so many, or a multiple of
+it, are shared."""
 
 WORTH = 1 << 14
 """Tokens that need not be read again, of all rows together, for which a further kernel pays."""

@@ -19,10 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from m2flow.generation.shared_prefix import BLOCK as _BLOCK
-from m2flow.generation.shared_prefix import TEAM, SharedPrefixes
-
-assert _BLOCK == 64, "tokens that a program reads at a time: divides a page"
+from m2flow.generation.shared_prefix import BLOCK, TEAM, SharedPrefixes
 
 _LEAST_PART = 256
 """Tokens of a part at least: shorter ones cost more to join than they gain."""
@@ -262,7 +259,7 @@ def attend(
     assert out_BKGD.is_contiguous()
     assert key_PSKD.stride() == value_PSKD.stride()
     assert key_PSKD.stride(3) == table_BM.stride(1) == 1
-    assert page % _BLOCK == 0
+    assert page % BLOCK == 0
     parts = parts_of(sequences * kv_heads, longest, _multiprocessors(device))
     if parts > 1:
         made = torch.empty(sequences, heads, parts, width, device=device)
@@ -270,7 +267,7 @@ def attend(
     else:
         made = highest = total = out_BKGD
     padded = max(_LEAST_SIDE, triton.next_power_of_2(width))
-    part_tokens = -(-longest // (parts * _BLOCK)) * _BLOCK
+    part_tokens = -(-longest // (parts * BLOCK)) * BLOCK
     strides = *query_BKGD.stride()[:2], *key_PSKD.stride()[:3], table_BM.stride(0)
     limit, capped, padded_group = cap or 1.0, cap is not None, triton.next_power_of_2(group)
     known = (length_B, made, highest, total)
@@ -283,13 +280,13 @@ def attend(
         _attend_together[(len(shared.teams_TA), kv_heads, shared_parts)](
             query_BKGD, key_PSKD, value_PSKD, table_BM, shared.teams_TA, *known[1:], scale, limit,
             *strides, CAPPED=capped, TEAM=TEAM, GROUP=group, PADDED_GROUP=padded_group,
-            WIDTH=width, PADDED=padded, PAGE=page, BLOCK=_BLOCK, PARTS=shared_parts,
+            WIDTH=width, PADDED=padded, PAGE=page, BLOCK=BLOCK, PARTS=shared_parts,
             num_warps=8, num_stages=2,
         )  # fmt: skip
     _attend[(sequences, kv_heads, parts)](
         query_BKGD, key_PSKD, value_PSKD, table_BM, length_B, made, highest, total, *known,
         scale, limit, part_tokens, *strides, WINDOW=window or 0, CAPPED=capped, GROUP=group,
-        ROWS=max(_LEAST_SIDE, padded_group), WIDTH=width, PADDED=padded, PAGE=page, BLOCK=_BLOCK,
+        ROWS=max(_LEAST_SIDE, padded_group), WIDTH=width, PADDED=padded, PAGE=page, BLOCK=BLOCK,
         PARTS=parts, SHARED_PARTS=shared_parts, num_warps=4, num_stages=3,
     )  # fmt: skip
     if parts > 1:

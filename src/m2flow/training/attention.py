@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.errors import UserError
+from m2flow.models.device import sent
 from m2flow.training import varlen
 from m2flow.training.context_parallel import ContextShard
 
@@ -87,16 +88,6 @@ class Paths:
             for name in ("key_nodes", "query_ends", "key_ends")
         }
         return replace(self, **moved)
-
-
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device, without waiting for what the device is at.
-
-    It would be waited for if the copy were made from memory that the system may move.
-    """
-    if device.type == "cuda" and not values.is_cuda:
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
 
 
 def _ends(lengths: Sequence[int]) -> Tensor:

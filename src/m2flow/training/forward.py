@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from m2flow.algorithms.entropy import categorical_entropy
+from m2flow.models.device import sent
 from m2flow.models.work import LOGITS_AT_A_TIME
-from m2flow.training.attention import packed_attention_on, sent
+from m2flow.training.attention import packed_attention_on
 from m2flow.training.packing import Pack
 
 PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")

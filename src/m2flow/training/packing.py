@@ -22,7 +22,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from m2flow.training.attention import PackLayout, sent
+from m2flow.models.device import sent
+from m2flow.training.attention import PackLayout
 from m2flow.training.context_parallel import ContextShard
 from m2flow.training.rollouts import TokenPairs, flat_index
 

@@ -23,7 +23,7 @@ from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.algorithms.kl import kl_per_token
 from m2flow.algorithms.loss import token_sum
 from m2flow.errors import UserError
-from m2flow.training.attention import sent
+from m2flow.models.device import sent
 from m2flow.training.forward import token_logprobs
 from m2flow.training.optimizer import AdamWConfig, AllReduce
 from m2flow.training.packing import Pack, Sharing, pack

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from m2flow.algorithms.finite import check_finite
 from m2flow.algorithms.loss import LossTerms
 from m2flow.errors import UserError
-from m2flow.training.attention import packed_attention_on, sent
+from m2flow.models.device import sent
+from m2flow.training.attention import packed_attention_on
 from m2flow.training.checkpointing import checkpoint_blocks
 from m2flow.training.optimizer import AdamWConfig, AllReduce, NotFinite, SumOptimizer
 from m2flow.training.packing import Pack, Sharing, pack

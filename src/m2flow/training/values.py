@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.algorithms.ppo import CriticLoss, explained_variance
-from m2flow.training.attention import packed_attention_on, sent
+from m2flow.models.device import sent
+from m2flow.training.attention import packed_attention_on
 from m2flow.training.optimizer import AllReduce
 from m2flow.training.packing import Pack, pack
 from m2flow.training.policy import PolicyTrainerConfig

@@ -75,7 +75,7 @@ class LaneHost:
         self.away = set[str]()
         """Workers whose state was put away."""
         self.copies: dict[str, list[Any]] = {}
-        """By worker, the memory of the last copy of its state that was asked for."""
+        """By worker, the memory of the last copies of its state that were asked for."""
         self._agree = agree
         self._turns: dict[int, list[Span]] = {}
         self._streams: dict[int, StageStream] = {}
