@@ -332,6 +332,27 @@ def test_a_run_that_loses_a_lane_gives_what_an_undisturbed_one_gives(
         assert [span.lane for span in spans] == [loss.lane]
 
 
+@pytest.mark.parametrize(
+    ("moment", "version", "again"), [("generate", 2, 0), ("score", 3, 0), ("finish", 3, 3)]
+)
+def test_a_run_goes_on_from_a_replica_that_has_not_learnt_since_the_last_step(
+    moment: str,
+    version: int,
+    again: int,
+    pool: LanePool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: list[Any],
+) -> None:
+    monkeypatch.setattr(Recovery, "is_due", False)
+    with start(TOGETHER, Death(moment, version, str(tmp_path)), pool) as run:
+        found = seen(run)
+    assert (tmp_path / "0").exists(), "nobody was killed"
+    assert found.figures == undisturbed
+    (loss,) = run.losses
+    assert loss.steps == again, "there was no snapshot but that of the start"
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_steps_wait_for_a_snapshot_only_where_they_overlap(
     staleness: int, pool: LanePool, monkeypatch: pytest.MonkeyPatch, undisturbed: list[Any]

@@ -55,6 +55,8 @@ class Stateful(Worker):
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
+    def discard(self) -> None: ...
+
 
 class Stateless(Worker):
     """A worker that is as it is loaded, or that does not say how it is saved."""

@@ -9,9 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2flow.engine import Engine
+from m2flow.engine.plan import StagePlan
 from m2flow.errors import RunFailed
+from m2flow.runtime.driver import moving
 from m2flow.runtime.driver.carrier import RayCarrier
 from m2flow.runtime.driver.recovery import Recovery
+from m2flow.runtime.driver.runner import Runner
 from tests.engine.random_cases import Case, cases
 from tests.engine.test_engine import graph_of, plan_of
 from tests.runtime.crash_schedules import SCHEDULES, CrashSchedule
@@ -88,6 +91,42 @@ def test_a_lane_that_is_lost_again_while_it_takes_its_weights_over_comes_back() 
     """It was waited for until the deadline: its first process had been asked for them, too."""
     for seed in range(200):
         CrashSchedule(CASE, Faults(lose=0.03, most=8), seed).run()
+
+
+REPLICAS = Case(
+    CASE.graph,
+    plan_of({"a": [0], "b": [1, 2]}, stages={"b.train": StagePlan(chunk=1)}),
+    num_items=8,
+    num_steps=8,
+    seed=0,
+)
+"""The learner has two replicas, which fold a mini-batch in bit by bit."""
+
+
+def play_replicas() -> int:
+    """How often a run went on from what a replica held."""
+    taken = 0
+    for seed in range(60):
+        schedule = CrashSchedule(REPLICAS, Faults(lose=0.03, most=8), seed)
+        schedule.run()
+        taken += schedule.world.events["states of replicas taken over"]
+    return taken
+
+
+def test_a_run_goes_on_from_what_a_replica_holds() -> None:
+    assert play_replicas() > 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "broken"),
+    [(Runner, "unlearnt", True), (moving, "discard_later", lambda *_: [])],
+)
+def test_the_state_of_a_replica_is_one_between_two_steps(
+    kind: object, name: str, broken: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kind, name, broken)
+    with pytest.raises(AssertionError, match="mini-batch"):
+        play_replicas()
 
 
 @pytest.mark.slow

@@ -89,6 +89,21 @@ def test_steps_go_on_while_a_snapshot_comes() -> None:
     assert recovery.is_due, "of one that will not come another is taken"
 
 
+def test_what_a_replica_holds_takes_the_place_of_an_older_snapshot() -> None:
+    recovery = Recovery(0, [], 0, 10**9, heals=True, clock=lambda: 0.0)
+    assert not recovery.is_behind, "nothing was done since the run has begun"
+    batches = [Batch({"x": [step]}) for step in range(4)]
+    for batch in batches:
+        recovery.feed(batch)
+    recovery.gave(0)
+    recovery.gave(1)
+    assert recovery.is_behind
+    recovery.take_over({"learner": {}})
+    assert not recovery.is_behind
+    assert recovery.back_to(RunFailed("lost")).step == 2
+    assert recovery.since_snapshot() == ([], batches[2:])
+
+
 def test_a_snapshot_counts_once_the_results_before_it_were_given() -> None:
     recovery = Recovery(0, [], 0, 10**9, heals=True, clock=lambda: 1.0)
     recovery.gave(0)

@@ -242,6 +242,11 @@ class LaneProcess:
                 seconds = world.disk_seconds()
                 self.later(seconds, partial(self._save, order, seconds))
                 return
+            case CallMethod(number=number, worker=worker, method="discard"):
+                self._check_memory((worker,))
+                for key in self._folded_of(worker):
+                    del self.folded[key]
+                self._answer(number, None)
             case CallMethod(number=number, worker=worker):
                 self._check_memory((worker,))
                 self._answer(number, self.states[worker].learnt)
@@ -282,8 +287,14 @@ class LaneProcess:
         self.line.say(Loaded(order.number, {}))
         self.free()
 
+    def _folded_of(self, worker: str) -> list[tuple[int, int]]:
+        """Keys of what a worker has folded in since its last mini-batch."""
+        nodes = self.world.graph.nodes
+        return [key for key, some in self.folded.items() if some and nodes[key[1]].worker == worker]
+
     def _save(self, order: Save, seconds: float) -> None:
         self._check_memory((order.worker,))
+        assert not self._folded_of(order.worker), f"{order.worker} is in the middle of a mini-batch"
         if self.world.dice.random() < self.world.faults.full:
             self.world.events["snapshots without room"] += 1
             self._answer(order.number, OSError("no space left on device"), raised=True)

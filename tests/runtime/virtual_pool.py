@@ -314,6 +314,12 @@ class CrashedRun(Run):
     def _now(self) -> float:
         return cast("VirtualPool", self._pool).virtual.now
 
+    def _save_what_is_left(self, busy: Collection[int]) -> None:
+        before = self._recovery.back_to(RunFailed("")).step if self._recovery.is_behind else -1
+        super()._save_what_is_left(busy)
+        if self._recovery.back_to(RunFailed("")).step > before >= 0:
+            cast("VirtualPool", self._pool).virtual.events["states of replicas taken over"] += 1
+
     def _take_up(self, plans: Plans, carrier: Any, next_steps: Mapping[str, int]) -> None:
         super()._take_up(plans, carrier, next_steps)
         for one in self._runners.values():

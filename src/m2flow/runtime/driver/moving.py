@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 
 from m2flow.engine.messages import (
     AbortCall,
@@ -17,9 +18,9 @@ from m2flow.engine.messages import (
 from m2flow.engine.plan import Placement, Plan
 from m2flow.errors import ProcessEnded, RunFailed
 from m2flow.flow.graph import FlowGraph
-from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.pool import QUIET_SECONDS, LanePool
 from m2flow.runtime.driver.runner import Carrier, Runner
-from m2flow.runtime.lane.orders import STATES, DropStep, Fetch, Save
+from m2flow.runtime.lane.orders import STATES, CallMethod, DropStep, Fetch, MethodResult, Save
 from m2flow.runtime.transport.listening import SILENT_SECONDS
 from m2flow.runtime.transport.peering import PeerLost
 
@@ -72,10 +73,30 @@ def stopped(pool: LanePool, carrier: Carrier, runners: Mapping[str, Runner]) -> 
     """
     if pool.world:
         return set()
+    return stop(pool, carrier, runners, {lane.id for lane in pool.lanes} - pool.lost.keys())
+
+
+def stop(
+    pool: LanePool,
+    carrier: Carrier,
+    runners: Mapping[str, Runner],
+    lanes: Collection[int],
+    seconds: float = QUIET_SECONDS,
+) -> set[int]:
+    """Withdraw all calls; those of `lanes` that do not stop in time."""
     for name, runner in runners.items():
         for number, call in runner.engine.calls.items():
             carrier.carry_out(name, AbortCall(number, tuple(call.running)))
-    return pool.quiet({lane.id for lane in pool.lanes} - pool.lost.keys())
+    return pool.quiet(lanes, seconds)
+
+
+def discard_later(pool: LanePool, worker: str, lanes: Sequence[int]) -> list[Future[MethodResult]]:
+    """Have a worker drop what a step has left on lanes that is not over."""
+    arguments = pickle.dumps(())
+    return [
+        pool.ask_later(lane, lambda asked: CallMethod(asked, worker, "discard", arguments))
+        for lane in lanes
+    ]
 
 
 def drop_states(pool: LanePool) -> None:

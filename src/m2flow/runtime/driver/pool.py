@@ -342,7 +342,7 @@ class LanePool:
         """Whether lanes can be started again: each has a process of its own."""
         return self._lanes_per_process == 1
 
-    def quiet(self, lanes: Collection[int]) -> set[int]:
+    def quiet(self, lanes: Collection[int], seconds: float = QUIET_SECONDS) -> set[int]:
         """Wait until lanes have carried out all orders; those that do not in time.
 
         What lanes say meanwhile, and have said before, is dropped.
@@ -353,7 +353,7 @@ class LanePool:
             if lane in self._lines
         }
         self._inbox.clear()
-        deadline = time.monotonic() + QUIET_SECONDS
+        deadline = time.monotonic() + seconds
         while not all(answer.done() for answer in answers.values()):
             if (left := deadline - time.monotonic()) <= 0:
                 break

@@ -223,6 +223,22 @@ class Recovery:
         self._taken_at, self._apart = self._begun_at, max(held_up / SHARE, seconds.busy / BUSY)
         self.snapshot_seconds += held_up
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a state of now would save steps: results were given since the last snapshot."""
+        snapshot = self._snapshot
+        return snapshot is not None and self._why_not is None and snapshot.step < self.given
+
+    @property
+    def seconds_since(self) -> float:
+        """Since the last snapshot was begun."""
+        return self._clock() - self._taken_at
+
+    def take_over(self, states: Mapping[str, State]) -> None:
+        """What a replica that is left holds now, before the step whose result is given next."""
+        _, self._batches = self.since_snapshot()
+        self._snapshot = SavedStates(self.given, states)
+
     def give_up(self, why_not: str | None = None) -> None:
         """The snapshot that was begun will not come; with a reason, none will."""
         self._begun = None

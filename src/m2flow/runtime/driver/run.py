@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # a run in one process does without Ray
     from m2flow.runtime.driver.pool import LanePool
     from m2flow.runtime.driver.snapshots import SnapshotOnItsWay
     from m2flow.runtime.driver.supervision import Supervision
+    from m2flow.runtime.lane.orders import MethodResult
 
 T = TypeVar("T")
 
@@ -170,11 +172,11 @@ class Run(FlowOnLanes):
         """
         if self._goes_back(error):
             return self._lanes_back(error)
-        learners = {node.worker for node in self.graph.nodes if node.accumulates}
-        can = all(worker in self._workers for worker in learners) and all(
-            type(self._workers[worker]).discard is not Worker.discard for worker in learners
-        )
-        if self.pilot is None or not can or not _wants_memory_or_time(error.__cause__):
+        if (
+            self.pilot is None
+            or not self._can_discard
+            or not _wants_memory_or_time(error.__cause__)
+        ):
             raise error
         self._settle()
         plan = self.pilot.instead(str(error).splitlines()[0], self)
@@ -188,6 +190,14 @@ class Run(FlowOnLanes):
         self.pilot.gone_over(plan, done.moved, done.seconds)
         self._recovery.forget_open()
         return batches
+
+    @property
+    def _can_discard(self) -> bool:
+        """Whether learners can drop what they have folded in, so that a step can be taken again."""
+        learners = {node.worker for node in self.graph.nodes if node.accumulates}
+        return learners <= self._workers.keys() and all(
+            type(self._workers[worker]).discard is not Worker.discard for worker in learners
+        )
 
     def run_method(self, name: str, batch: Batch) -> StepResult:
         """Run another traced method of the flow, such as "evaluate", between steps.
@@ -274,10 +284,14 @@ class Run(FlowOnLanes):
         )
         return not limited and not self._runners[STEP].num_open
 
-    def _savers(self) -> dict[str, tuple[int, ...]]:
-        """Workers whose states a snapshot holds, and the lanes of the replica that saves."""
-        spots = self._placements
-        return {name: spots[name].replicas[0] for name in filter(self._saves, spots)}
+    def _savers(self, without: Collection[int] = ()) -> dict[str, tuple[int, ...]]:
+        """Workers whose states a snapshot holds, and the lanes of the replica that saves: the first
+        one with none of the lanes `without`, or no lanes if there is none."""
+        return {
+            name: next((gang for gang in spot.replicas if not {*gang} & {*without}), ())
+            for name, spot in self._placements.items()
+            if self._saves(name)
+        }
 
     def _begin_snapshot(self) -> None:
         """Have workers save their states, and go on meanwhile."""
@@ -368,12 +382,14 @@ class Run(FlowOnLanes):
         heard: dict[tuple[int, float], str] = {}
         while self._goes_back(error):
             busy = moving.stopped(self._pool, self._carrier, self._runners)
+            self._without_coming_snapshot()
+            if not heard:
+                self._save_what_is_left(busy)
             lost = self._pool.lost.items() or [
                 (one.lane, (one.reason, one.at)) for one in self._losses[-1:]
             ]
             heard |= {(lane, at): why for lane, (why, at) in lost}
             self._supervision.count(error)
-            self._without_coming_snapshot()
             snapshot = self._recovery.back_to(error)
             done, others = self._recovery.since_snapshot()
             try:
@@ -398,6 +414,44 @@ class Run(FlowOnLanes):
             self._pending_snapshot.drop()
             self._pending_snapshot = None
             self._recovery.give_up()
+
+    def _save_what_is_left(self, busy: Collection[int]) -> None:
+        """Go back no further than to what replicas that are left hold, if that is a state between
+        two steps. Nobody waits for them longer than the steps since the snapshot took.
+
+        Args:
+            busy: lanes that have not stopped in time.
+        """
+        from m2flow.runtime.driver import moving
+        from m2flow.runtime.driver.pool import QUIET_SECONDS
+        from m2flow.runtime.driver.snapshots import SnapshotOnItsWay
+
+        pool, recovery, step = self._pool, self._recovery, self._runners[STEP]
+        assert pool is not None
+        between = step.unlearnt and step.first_open[0] == recovery.given and self._can_discard
+        savers = self._savers(without={*pool.lost, *busy})
+        if not (recovery.is_behind and between and savers and all(savers.values())):
+            return
+        lanes = {lane for gang in savers.values() for lane in gang}
+        seconds = min(QUIET_SECONDS, recovery.seconds_since)
+        if moving.stop(pool, self._carrier, self._runners, lanes, seconds):
+            return
+        dropped: list[Future[MethodResult]] = []
+
+        def bring(workers: Sequence[str], _: str, lanes: Sequence[int]) -> None:
+            self._bring_idle(workers, lanes)
+            for worker in workers:
+                dropped.extend(moving.discard_later(pool, worker, lanes))
+
+        saved = SnapshotOnItsWay(pool, savers, bring, self.plan.deadline_seconds)
+        while not saved.is_over:
+            pool.receive(0.1)
+        try:
+            states = saved.states()
+            if not any(answer.result().raised for answer in dropped):
+                recovery.take_over(states)
+        except Exception:  # noqa: BLE001 - whatever it is, there is the last snapshot
+            return
 
     def _go_back(self, snapshot: SavedStates, busy: Collection[int]) -> None:
         """Bring all workers up as they were at a snapshot, on the lanes that there are to be.

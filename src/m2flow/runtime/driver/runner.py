@@ -226,6 +226,11 @@ class Runner:
             return step, max(opened.started, self._last_end)
         return self.next_step, None
 
+    @property
+    def unlearnt(self) -> bool:
+        """Whether no worker has learnt since the last result was taken."""
+        return not (self._changed or self._collecting)
+
     def go_on(self, begun: float | None, spans: Iterable[Span]) -> None:
         """The next step is one that an earlier runner has begun.
 
@@ -249,7 +254,7 @@ class Runner:
         Raises:
             RunFailed: a lane is not quiet within the deadline of a call, or was lost.
         """
-        if self._changed or self._collecting:
+        if not self.unlearnt:
             return None
         calls = [
             AbortCall(number, call.command.lanes) for number, call in self.engine.calls.items()

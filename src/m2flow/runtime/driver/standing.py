@@ -165,6 +165,11 @@ class FlowOnLanes:
             if not self._residency.limited(lane):
                 continue
             self._check_idle(f"{workers[-1]}.{why}")
+            self._bring_idle(workers, [lane])
+
+    def _bring_idle(self, workers: Sequence[str], lanes: Sequence[int]) -> None:
+        """Have workers' states resident on lanes that are known to be idle."""
+        for lane in lanes:
             for move in self._residency.bring(workers, lane):
                 self._carrier.carry_out(STEP, move)
 
