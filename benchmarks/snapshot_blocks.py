@@ -1,14 +1,20 @@
-"""`m2flow` of which, in every third block of steps, no snapshots are taken; for `recovery.py`."""
+"""`m2flow` of which, in every other block of steps, no snapshots are taken; for `recovery.py`."""
 
 from __future__ import annotations
 
 from m2flow.cli.app import main
 from m2flow.runtime.driver.recovery import Recovery
 
-BLOCK = 12
-"""Steps that follow each other with snapshots, or without."""
+BLOCK = 7
+"""Steps that follow each other with snapshots, or without. Where one is taken every second step,
+three of the six after the first one have one."""
 
-WITH, WITH_TWIN, WITHOUT = KINDS = ("snapshots", "snapshots, twin", "no snapshots")
+WITH, WITHOUT, WITH_TWIN, WITHOUT_TWIN = KINDS = (
+    "snapshots",
+    "no snapshots",
+    "snapshots, twin",
+    "no snapshots, twin",
+)
 """What blocks are, in turn."""
 
 
@@ -22,7 +28,7 @@ def _take_turns() -> None:
     assert due is not None
 
     def is_due(self: Recovery) -> bool:
-        return kind_of(self.given) != WITHOUT and bool(due(self))
+        return kind_of(self.given) in (WITH, WITH_TWIN) and bool(due(self))
 
     Recovery.is_due = property(is_due)  # type: ignore[assignment, method-assign]
 

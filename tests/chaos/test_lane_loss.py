@@ -26,8 +26,8 @@ from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import ProcessEnded, RunFailed
 from m2flow.flow import Layout
+from m2flow.runtime.driver import moving, recovery
 from m2flow.runtime.driver import processes as processes_module
-from m2flow.runtime.driver import recovery
 from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.launch import Run
 from m2flow.runtime.driver.placing import nodes_for
@@ -471,6 +471,32 @@ def test_a_spare_process_takes_the_place_of_a_lane(
     (loss,) = run.losses
     assert pool.processes.actors[loss.lane] == actor
     assert other != actor
+
+
+def test_a_process_for_a_lane_starts_while_the_other_lanes_stop(
+    pool: LanePool, tmp_path: Path, undisturbed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    before: list[Any] = []
+    processes, stop = pool.processes, moving.stopped
+
+    def make(*arguments: Any) -> Any:
+        made.append(make_one(*arguments))
+        return made[-1]
+
+    def stopped(*arguments: Any) -> set[int]:
+        before.extend(made)
+        return stop(*arguments)
+
+    make_one = processes._make
+    monkeypatch.setattr(processes, "_make", make)
+    monkeypatch.setattr(moving, "stopped", stopped)
+    with start(APART, Death("train", 1, str(tmp_path)), pool) as run:
+        found = seen(run)
+    assert found.figures == undisturbed
+    (started,) = before
+    assert started in processes.actors.values()
+    assert not processes.spares.actors, "no process is left that waits"
 
 
 def test_two_losses_in_a_row_both_take_a_spare_process(

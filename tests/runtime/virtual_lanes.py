@@ -294,7 +294,9 @@ class LaneProcess:
 
     def _save(self, order: Save, seconds: float) -> None:
         self._check_memory((order.worker,))
-        assert not self._folded_of(order.worker), f"{order.worker} is in the middle of a mini-batch"
+        for _, index in self._folded_of(order.worker):
+            node = self.world.graph.nodes[index]
+            assert not node.has_finish, f"{order.worker} is in the middle of a mini-batch"
         if self.world.dice.random() < self.world.faults.full:
             self.world.events["snapshots without room"] += 1
             self._answer(order.number, OSError("no space left on device"), raised=True)

@@ -121,6 +121,7 @@ class VirtualProcesses:
         self.world, self.lanes = world, tuple(lanes)
         self.addresses: dict[int, Any] = {}
         self._awaited: dict[int, Starting] = {}
+        self.spares = SimpleNamespace(hasten=lambda lanes, node: None)
 
     def bring_up(self, lanes: Sequence[LaneSpec]) -> dict[int, VirtualLine]:
         if gone := self.without_machine([lane.id for lane in lanes]):

@@ -381,6 +381,7 @@ class Run(FlowOnLanes):
         _, begun = self._runners[STEP].first_open
         heard: dict[tuple[int, float], str] = {}
         while self._goes_back(error):
+            self._pool.hasten_restart()
             busy = moving.stopped(self._pool, self._carrier, self._runners)
             self._without_coming_snapshot()
             if not heard:

@@ -21,6 +21,7 @@ from m2flow.engine.messages import (
     DropFolded,
     Event,
     FailRun,
+    InstallWeights,
     MoveFailed,
     Recalled,
     RunFinish,
@@ -164,7 +165,8 @@ class Runner:
         self._spans: list[Span] = []
         self._last_end = 0.0
         self._begun: float | None = None
-        self._changed = False
+        self._astray = False  # a worker is neither here nor there
+        self._learnt = first_step - 1  # the newest step that workers have learnt something from
         self._collecting: deque[tuple[StepResult, Future[Batch]]] = deque()
 
     def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
@@ -229,7 +231,7 @@ class Runner:
     @property
     def unlearnt(self) -> bool:
         """Whether no worker has learnt since the last result was taken."""
-        return not (self._changed or self._collecting)
+        return not (self._astray or self._collecting) and self._learnt < self.first_open[0]
 
     def go_on(self, begun: float | None, spans: Iterable[Span]) -> None:
         """The next step is one that an earlier runner has begun.
@@ -317,7 +319,7 @@ class Runner:
                     self._open[step].metrics.append(report.metrics)
                 if report.published is not None:
                     self._open[step].add(report.published)
-            self._changed |= isinstance(report.event, MoveFailed)
+            self._astray |= isinstance(report.event, MoveFailed)
         news = [report.event for report in reports if report.event is not None]
         self._handle(Tick(now, judge=False), *news, Tick(now, judge=attentive))
 
@@ -337,13 +339,17 @@ class Runner:
                 case AbortCall() | DropFolded():
                     raise CannotHeal(f"a lane was lost in the middle of what others do: {command}")
                 case _:
-                    self._changed |= isinstance(command, RunFinish)
+                    match command:
+                        case RunFinish(step=step):
+                            self._learnt = max(self._learnt, step)
+                        case InstallWeights(version=version):
+                            self._learnt = max(self._learnt, version - 1)
                     self.carrier.carry_out(self.name, command)
 
     def _complete(self, command: CompleteStep) -> None:
         """A step is done; its output comes while the lanes go on."""
         opened, now = self._open.pop(command.step), time.time()
-        self._changed = bool(self._open) and self._changed
+        self._astray = bool(self._open) and self._astray
         started, self._last_end = max(opened.started, self._last_end), now
         items = sum(command.staleness.values())
         lag = sum(lag * count for lag, count in command.staleness.items())

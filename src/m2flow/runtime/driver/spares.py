@@ -48,8 +48,20 @@ class Spares:
         for lane in {lane.node: lane for lane in lanes if any_process_does(lane)}.values():
             waiting = self._waiting.setdefault(nodes[lane.node], [])
             while len(waiting) < self._count:
-                actor = self._make(lane, nodes[lane.node])
-                waiting.append((actor, actor.warm.remote(self._modules)))
+                self._start(lane, nodes[lane.node])
+
+    def _start(self, lane: LaneSpec, node: str) -> None:
+        actor = self._make(lane, node)
+        self._waiting.setdefault(node, []).append((actor, actor.warm.remote(self._modules)))
+
+    def hasten(self, lanes: Sequence[LaneSpec], node: str) -> None:
+        """Start as many as these lanes of one machine will take, beside what else is done before.
+
+        Nobody waits for them.
+        """
+        lanes = [lane for lane in lanes if any_process_does(lane)]
+        for lane in lanes[len(self._waiting.get(node, [])) :]:
+            self._start(lane, node)
 
     def warm(self, modules: Sequence[str]) -> None:
         """Have them import what workers will need."""
