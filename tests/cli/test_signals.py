@@ -38,6 +38,16 @@ def slowly(prompt, completion, completion_ids, row):
     time.sleep(120)
 """
 
+DAWDLES = """
+import os, time
+
+def slowly(prompt, completion, completion_ids, row):
+    if os.path.exists("dawdle"):
+        open("scoring", "a").close()
+        time.sleep(0.1)
+    return float(len(completion_ids) % 3)
+"""
+
 LEAVES = """
 import os, subprocess, sys, time
 
@@ -232,6 +242,35 @@ def test_a_step_that_outlasts_the_grace_time_is_given_up(
     assert code == 143
     assert "or in 0.5 s at the latest" in errors
     assert "stopped by SIGTERM: ended after step 0; no checkpoint was saved" in errors
+
+
+@pytest.mark.parametrize("where", [["mode=eager"], ["mode=collocated", "lanes=cpu:2"]])
+def test_a_step_that_is_given_up_before_it_is_learnt_from_leaves_a_checkpoint(
+    started: Callable[..., Started], tiny: Path, m2flow: M2flow, where: list[str]
+) -> None:
+    """The steps before it are kept, and a resumed run goes on from there."""
+    Path("dawdling.py").write_text(DAWDLES)
+    tiny.write_text(tiny.read_text() + "reward: dawdling:slowly\n")
+    words = ["evaluation.problems=0", "warmup.steps=1", "checkpoint.every=1000"]
+    run = started(*words, *where, f"steps={STEPS}", "grace_seconds=0.2")
+    run.wait_for(lambda: steps_done() >= 2)
+    Path("dawdle").touch()
+    run.wait_for(Path("scoring").exists)
+    run.process.terminate()
+    code, errors = run.ended()
+    assert code == 143, errors
+    saved = resume_point(Path("run/checkpoints"))
+    assert saved is not None, errors
+    step = step_of(saved)
+    assert step == steps_done()
+    assert f"ended after step {step}; saved is step {step}; go on" in errors
+    run.wait_until_quiet(10)
+
+    Path("dawdle").unlink()
+    more = [*words, f"steps={step + 2}", "mode=eager", "lanes=cpu:1", "--run-dir", "run"]
+    outcome = m2flow("train", tiny, *more, "--resume")
+    assert outcome.code == 0, outcome.err
+    assert [row["step"] for row in figures(Path("run"))] == list(range(1, step + 3))
 
 
 def send(number: int) -> None:

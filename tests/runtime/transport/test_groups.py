@@ -248,12 +248,12 @@ def test_the_interface_that_has_an_address() -> None:
 
 def test_loopback_serves_one_node_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "interface_of", {"10.77.0.1": "eth7"}.__getitem__)
-    for node_address, gloo, nccl in ((None, "lo", None), ("10.77.0.1", "eth7", "=eth7")):
+    for node_address, gloo, nccl in ((None, "lo", "=lo"), ("10.77.0.1", "eth7", "=eth7")):
         monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
         monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
         choose_interface(node_address)
         assert os.environ["GLOO_SOCKET_IFNAME"] == gloo
-        assert os.environ.get("NCCL_SOCKET_IFNAME") == nccl
+        assert os.environ["NCCL_SOCKET_IFNAME"] == nccl
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     choose_interface("10.77.0.1")

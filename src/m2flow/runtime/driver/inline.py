@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
 from m2flow.engine.calls import call_name
 from m2flow.engine.messages import (
+    AbortCall,
     CallCommand,
     Command,
     CompleteStep,
@@ -205,6 +206,16 @@ class InlineCarrier:
 
     def drop(self, flow: str, step: int) -> None:
         self._host.store.drop_step(flow, step)
+
+    def take_back(
+        self, flow: str, steps: Iterable[int], calls: Iterable[AbortCall], seconds: float
+    ) -> None:
+        """Forget what was asked for, and what steps have made; between two events nobody works."""
+        self._queue = deque(one for one in self._queue if isinstance(one[1], MoveState))
+        self._streams.clear()
+        self._said.clear()
+        for step in steps:
+            self.drop(flow, step)
 
     def worker_call(self, worker: str, method: str, *args: Any) -> Any:
         """Call a method of a worker that is no stage, after the moves that were asked for."""

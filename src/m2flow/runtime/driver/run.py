@@ -40,6 +40,7 @@ class Run(FlowOnLanes):
         load_seconds: how long it took to bring the workers up.
         pilot: who has chosen the plan and watches it; None where the plan was given.
         may_heal: asked when lanes are lost; where it says no, they end the run.
+        heed: called between two events while steps are waited for; what it raises leaves them open.
     """
 
     def __init__(
@@ -183,9 +184,7 @@ class Run(FlowOnLanes):
         batches = None if plan is None else self._runners[STEP].take_back()
         if plan is None or batches is None:
             raise error
-        for name, worker in sorted(self._workers.items()):
-            if type(worker).discard is not Worker.discard:
-                self.worker_call_everywhere(name, "discard")
+        self._discard()
         done = self.replan(plan)
         self.pilot.gone_over(plan, done.moved, done.seconds)
         self._recovery.forget_open()
@@ -198,6 +197,31 @@ class Run(FlowOnLanes):
         return learners <= self._workers.keys() and all(
             type(self._workers[worker]).discard is not Worker.discard for worker in learners
         )
+
+    def _discard(self) -> None:
+        for name, worker in sorted(self._workers.items()):
+            if type(worker).discard is not Worker.discard:
+                self.worker_call_everywhere(name, "discard")
+
+    def give_up(self, seconds: float) -> bool:
+        """Stop what is in flight, so that workers are as they were when the last result was given.
+
+        Args:
+            seconds: longest that lanes may take to stop.
+
+        Returns:
+            False if that cannot be: a worker has learnt since, or cannot drop what it was given.
+
+        Raises:
+            RunFailed: a lane does not stop in time.
+        """
+        runners = [runner for runner in self._runners.values() if runner.busy]
+        if not (self._can_discard and all(runner.unlearnt for runner in runners)):
+            return False
+        for runner in runners:
+            runner.take_back(seconds)
+        self._discard()
+        return True
 
     def run_method(self, name: str, batch: Batch) -> StepResult:
         """Run another traced method of the flow, such as "evaluate", between steps.

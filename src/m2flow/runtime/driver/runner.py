@@ -141,6 +141,7 @@ class Runner:
         clock: seconds, by which deadlines are judged.
         recall: what need not be made in a step, by the step's number and its source items.
         heal: whether the carrier may bring lanes back while a step goes on.
+        heed: called between two events while steps are waited for; what it raises leaves them open.
     """
 
     def __init__(
@@ -155,12 +156,13 @@ class Runner:
         recall: Callable[[int, int], Sequence[Kept]] = nothing_kept,
         *,
         heal: bool = False,
+        heed: Callable[[], None] = lambda: None,
     ) -> None:
         self.name, self.graph, self.plan, self.carrier = name, graph, plan, carrier
         self.engine = Engine(graph, plan, first_step, residency, heal=heal)
         self.next_step = first_step
         self._clock, self._attended = clock, clock()
-        self._recall, self._notes = recall, list[str]()
+        self._recall, self._heed, self._notes = recall, heed, list[str]()
         self._open: dict[int, _Open] = {}
         self._spans: list[Span] = []
         self._last_end = 0.0
@@ -206,6 +208,7 @@ class Runner:
                     raise refused
                 return
             while not self._collecting or not self._collecting[0][1].done():
+                self._heed()
                 self.advance()
             yield self._take_result()
 
@@ -246,22 +249,26 @@ class Runner:
         """Run a single step to its end."""
         return next(self.run([batch]))
 
-    def take_back(self) -> list[Batch] | None:
-        """Stop the steps in flight, of which one has failed, as if none of them had begun.
+    def take_back(self, seconds: float | None = None) -> list[Batch] | None:
+        """Stop the steps in flight as if none of them had begun.
+
+        Args:
+            seconds: longest that lanes may take to stop; None for the deadline of a call.
 
         Returns:
             Their batches, in order of step; None if they cannot be taken again: a worker has learnt
             from one of their mini-batches, or is neither here nor there.
 
         Raises:
-            RunFailed: a lane is not quiet within the deadline of a call, or was lost.
+            RunFailed: a lane is not quiet in time, or was lost.
         """
         if not self.unlearnt:
             return None
         calls = [
             AbortCall(number, call.command.lanes) for number, call in self.engine.calls.items()
         ]
-        self.carrier.take_back(self.name, self._open, calls, self.plan.deadline_seconds)
+        seconds = self.plan.deadline_seconds if seconds is None else seconds
+        self.carrier.take_back(self.name, self._open, calls, seconds)
         batches = [opened.batch for opened in self._open.values()]
         self.next_step -= len(batches)
         self._open, self._spans = {}, []

@@ -60,6 +60,7 @@ class FlowOnLanes:
         graph: their graph.
         load_seconds: the same.
         may_heal: asked when lanes are lost; where it says no, they end the run.
+        heed: called between two events while steps are waited for; what it raises leaves them open.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class FlowOnLanes:
         self._load_deadline, self._supervision = load_deadline_seconds, supervision
         self._losses = list(losses)
         self.may_heal: Callable[[], bool] = lambda: True
+        self.heed: Callable[[], None] = lambda: None
         self._journal: Journal | None = None
         self._mender: Mender | None = None
         self._loaded = first_step
@@ -102,6 +104,7 @@ class FlowOnLanes:
                 self._residency,
                 recall=self._recalled if name == STEP else nothing_kept,
                 heal=self._supervision is not None and self._supervision.heals,
+                heed=lambda: self.heed(),  # noqa: PLW0108 - it may be set later
             )
             for name, plan in plans.by_method.items()
         }

@@ -333,19 +333,18 @@ def sum_over(group: Any, tensors: Sequence[Any]) -> None:
 
 
 def choose_interface(node_address: str | None) -> None:
-    """Tell Gloo, and NCCL between nodes, which network interface to use.
+    """Tell Gloo and NCCL which network interface to use: loopback, if all lanes are on one node.
 
     What the user has set in `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME` stays. Left alone, Gloo
-    would look the host name up, which often is a loopback address that other nodes cannot reach.
+    would look the host name up, which often is a loopback address that other nodes cannot reach,
+    and NCCL would listen on the first interface that is none.
 
     Args:
         node_address: the node's own address; None where no lane is on another node.
     """
-    if node_address is None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(node_address)
+        loopback = node_address is None
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if loopback else interface_of(node_address)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "=" + os.environ["GLOO_SOCKET_IFNAME"])
 
 

@@ -26,7 +26,7 @@ from m2flow.training.optimizer import NOT_TAKEN
 from m2flow.training.skipping import SKIPPED
 from m2flow.workloads.common.launching import launched, write_decision
 from m2flow.workloads.common.recipe import AUTO_MODE
-from m2flow.workloads.common.stopping import Stopping
+from m2flow.workloads.common.stopping import Overdue, Stopping
 from m2flow.workloads.common.workload import Experiment
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 WARMUP = "warmup"
 """Folder in the run directory of the starting model, if it is made here."""
 
+
+GIVE_UP_SECONDS = 10.0
+"""Longest that lanes may take to stop where the step at hand is given up."""
 
 WHY = {
     "race": "trying",
@@ -202,6 +205,7 @@ class Training:
         with run:
             # A signal to all processes takes the lanes along: nothing is to bring them back.
             run.may_heal = lambda: self._stopping.asked is None
+            run.heed = self._stopping.heed
             directory = self._begun()
             self._write_plan(run)
             self._keep_rollouts(run)
@@ -252,18 +256,25 @@ class Training:
                 _next(done, recipe.evaluation.every),
                 _next(done, recipe.checkpoint.every),
             )
-            for result in run.steps(self._batches(done, pause)):
-                self._done = done = result.step + 1
-                self.experiment.note(result)
-                figures = self._figures(run, result, done)
-                self._explain_publishing(run)
-                if done < pause:
+            try:
+                for result in run.steps(self._batches(done, pause)):
+                    self._done = done = result.step + 1
+                    self.experiment.note(result)
+                    figures = self._figures(run, result, done)
+                    self._explain_publishing(run)
+                    if done < pause:
+                        log.add(done, figures)
+                last = done == recipe.steps
+                if done == pause:
+                    if held_out is not None and (last or done % recipe.evaluation.every == 0):
+                        figures |= self._evaluation(run, done, held_out)
                     log.add(done, figures)
-            last = done == recipe.steps
-            if done == pause:
-                if held_out is not None and (last or done % recipe.evaluation.every == 0):
-                    figures |= self._evaluation(run, done, held_out)
-                log.add(done, figures)
+            except Overdue:
+                if done == pause:
+                    log.add(done, figures)
+                if done > self._saved and run.give_up(GIVE_UP_SECONDS):
+                    self._save(run, done)
+                raise
             stopped = self._stopping.step_is_over()
             if last or done % recipe.checkpoint.every == 0 or (stopped and done > self._saved):
                 self._save(run, done)

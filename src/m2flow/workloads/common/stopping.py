@@ -1,8 +1,9 @@
 """End a run between steps when a signal asks for it (from a terminal, scheduler or person).
 
 The first SIGTERM, SIGHUP or SIGINT is noted, and the run ends after the step at hand, with a
-checkpoint. After a grace time, or at a second signal, `Stopped` is raised in the main thread,
-wherever it is; a third one ends the process. Knows no run: `Training` asks.
+checkpoint. After a grace time that step is given up, as soon as the run asks (`heed`). If it does
+not, or at a second signal, `Stopped` is raised in the main thread, wherever it is; a third one ends
+the process. Knows no run: `Training` asks.
 """
 
 from __future__ import annotations
@@ -10,12 +11,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
 from m2flow.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+HEED_SECONDS = 3.0
+"""How long after the grace time a run may take to ask; one that computes itself asks late."""
+
+
+class Overdue(Stopped):
+    """The step at hand has outlasted its grace time, and the run has asked between two events."""
 
 
 class Stopping:
@@ -31,7 +40,7 @@ class Stopping:
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.asked: int | None = None
-        self._count, self._patient, self._in_step = 0, False, False
+        self._count, self._patient, self._in_step, self._overdue = 0, False, False, False
         self._timer: threading.Timer | None = None
         self._before: dict[int, Any] = {}
 
@@ -58,10 +67,25 @@ class Stopping:
 
         What follows, such as a checkpoint, has no grace time; a second signal still ends it.
         """
-        self._in_step = False
+        self._in_step = self._overdue = False
         if self._timer is not None:
             self._timer.cancel()
         return self.asked
+
+    def heed(self) -> None:
+        """Raise if the step at hand is to be given up; it can still be left in good order."""
+        if self._overdue and self.asked is not None:
+            self.step_is_over()
+            raise Overdue(self.asked)
+
+    def _is_overdue(self) -> None:
+        self._overdue = True
+        self._after(HEED_SECONDS, os.kill, os.getpid(), self.asked)
+
+    def _after(self, seconds: float, do: Callable[..., None], *arguments: object) -> None:
+        self._timer = threading.Timer(seconds, do, arguments)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _heard(self, number: int, _frame: FrameType | None) -> None:
         self._count += 1
@@ -76,6 +100,4 @@ class Stopping:
         words += f"{self.grace_seconds:g} s at the latest; a second signal ends at once"
         os.write(2, f"{words}\n".encode())  # a handler must not wait for the lock of a stream
         if self._in_step:
-            self._timer = threading.Timer(self.grace_seconds, os.kill, (os.getpid(), number))
-            self._timer.daemon = True
-            self._timer.start()
+            self._after(self.grace_seconds, self._is_overdue)
