@@ -12,14 +12,18 @@ from pathlib import Path
 import pytest
 
 import m2flow
-from m2flow import Batch, Flow, Stream, Worker, stage
+from m2flow import Batch, Flow, Place, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import RunFailed, Stalled
 from m2flow.runtime.driver import stalled
+from m2flow.runtime.driver.pool import LanePool
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this module
+
+NOBODY = 2**22 + 1
+"""More than the number of any process."""
 
 LANES = tuple(LaneSpec(number) for number in range(2))
 
@@ -35,6 +39,36 @@ class Sleeper(Worker):
     def fall_asleep(self, batch: Batch) -> Batch:
         time.sleep(120)
         return batch
+
+
+class Dozer(Worker):
+    """Falls asleep beside the steps."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        self.doze("load")
+
+    @stage
+    def answer(self, batch: Batch) -> Batch:
+        self.doze("evaluate")
+        return batch
+
+    def doze(self, moment: str) -> None:
+        if moment == self.when:
+            time.sleep(120)
+
+
+class Dozing(Flow):
+    dozer: Dozer
+
+    def step(self, items: Stream) -> Stream:
+        return self.dozer.answer(items)
+
+    def evaluate(self, items: Stream) -> Stream:
+        return self.dozer.answer(items)
 
 
 class Waiter(Worker):
@@ -90,14 +124,47 @@ def test_a_stall_shows_the_stacks_of_the_lanes(stop: bool) -> None:
         assert "Thread 0x" in second
 
 
+def doze_beside_the_steps(moment: str) -> None:
+    flow = Dozing(dozer=Dozer(moment))
+    plan = Plan("custom", LANES, {"dozer": Placement(((1,),))}, deadline_seconds=2.0)
+    given = {"plan": plan, "items_per_step": 2, "also": {"evaluate": 2}}
+    with m2flow.launch(flow, **given, load_deadline_seconds=2.0) as run:
+        run.run_method("evaluate", Batch({"x": [1, 2]}))
+        run.worker_call("dozer", "doze", moment)
+
+
+@pytest.mark.parametrize("moment", ["load", "evaluate", "save"])
+def test_a_stall_beside_the_steps_shows_the_stacks_of_the_lanes(moment: str) -> None:
+    with pytest.raises(RunFailed) as caught:
+        doze_beside_the_steps(moment)
+    if moment == "save":
+        assert str(caught.value) == "lanes [1] have not answered within 2 s"
+    assert isinstance(caught.value.__cause__, Stalled)
+    _, second = caught.value.__cause__.__notes__
+    assert second.startswith("Lane 1, process ")
+    assert "in doze" in second
+
+
+def test_lanes_of_another_machine_are_asked_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a task of Ray on their machine."""
+    monkeypatch.setattr(LanePool, "is_here", lambda *_: False)
+    with LanePool(LANES) as pool:
+        told = stalled.accounts(pool)
+        assert [one.splitlines()[0] for one in told] == [
+            f"Lane {lane}, process {address.process_id}:"
+            for lane, address in pool.addresses.items()
+        ]
+        assert all("Thread 0x" in one for one in told)
+
+
 def test_the_last_lines_that_a_lane_has_printed(tmp_path: Path) -> None:
-    (tmp_path / "worker-abc-77.out").write_text("".join(f"line {n}\n" for n in range(500)))
-    (tmp_path / "worker-abc-77.err").write_text("")
+    (tmp_path / f"worker-abc-{NOBODY}.out").write_text("".join(f"line {n}\n" for n in range(500)))
+    (tmp_path / f"worker-abc-{NOBODY}.err").write_text("")
     (tmp_path / "worker-abc-78.out").write_text("another's\n")
-    head, *lines = stalled._printed(tmp_path, 77)
-    assert head == "  the last of worker-abc-77.out:"
+    head, *lines = stalled._printed(tmp_path, NOBODY)
+    assert head == f"  the last of worker-abc-{NOBODY}.out:"
     assert lines == [f"    line {n}" for n in range(300, 500)]
-    assert list(stalled._printed(None, 77)) == []
+    assert list(stalled._printed(None, NOBODY)) == []
 
 
 def test_a_stage_that_says_it_ran_out_of_time_has_not_stalled(

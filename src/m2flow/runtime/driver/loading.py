@@ -13,7 +13,7 @@ from typing import Any
 from ray import cloudpickle
 
 from m2flow.engine.plan import Plan
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, Stalled
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Worker, grid_of
@@ -208,7 +208,7 @@ def _loaded(pool: LanePool, number: int, seconds: float) -> dict[str, int]:
             pool.spoil(f"a run failed while it loaded: {waiting}" if errors else what)
             if errors:
                 break
-            raise RunFailed(what)
+            raise RunFailed(what) from Stalled(what)
         for lane, message in pool.receive(left):
             match message:
                 case Loading(worker=worker) if message.number == number:

@@ -16,7 +16,7 @@ from m2flow.engine.messages import (
     LaneLost,
 )
 from m2flow.engine.plan import Placement, Plan
-from m2flow.errors import ProcessEnded, RunFailed
+from m2flow.errors import ProcessEnded, RunFailed, Stalled
 from m2flow.flow.graph import FlowGraph
 from m2flow.runtime.driver.pool import QUIET_SECONDS, LanePool
 from m2flow.runtime.driver.runner import Carrier, Runner
@@ -118,7 +118,8 @@ def carry_out_now(
     deadline = time.monotonic() + seconds
     while waiting:
         if time.monotonic() > deadline:
-            raise RunFailed(f"lanes {sorted(waiting)} have not answered within {seconds:g} s")
+            what = f"lanes {sorted(waiting)} have not answered within {seconds:g} s"
+            raise RunFailed(what) from Stalled(what)
         for report in carrier.wait(1.0):
             match report.event:
                 case CallFinished(call=call, lane=lane) if call == command.call:

@@ -29,7 +29,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, Stalled
 from m2flow.flow.worker import Isolation
 from m2flow.runtime.driver.cluster import RayCluster
 from m2flow.runtime.driver.processes import START_SECONDS, LaneProcesses
@@ -302,7 +302,9 @@ class LanePool:
         try:
             while not _all_answered(answers.values()):
                 if (left := deadline - time.monotonic()) <= 0:
-                    raise RunFailed(f"lanes have not answered within {seconds:g} s")
+                    silent = sorted(lane for lane, answer in answers.items() if not answer.done())
+                    what = f"lanes {silent} have not answered within {seconds:g} s"
+                    raise RunFailed(what) from Stalled(what)
                 kept.extend(self.receive(left))
             return {lane: answer.result() for lane, answer in answers.items()}
         finally:

@@ -103,16 +103,20 @@ class Run(FlowOnLanes):
                     if runner is not self._runners[STEP]:
                         break  # a lane was lost while nobody asked for steps
             except RunFailed as error:
-                if self._pool is not None:
-                    from m2flow.runtime.driver.stalled import explain
-
-                    explain(error, self._pool)
+                self._explain(error)
                 self._again = self._taken_back(error)
                 continue
             if runner is not self._runners[STEP] or self._lasting(self._between_steps):
                 continue
             if self._exhausted and not self._again:  # or a lane was lost before what was to be done
                 return
+
+    def _explain(self, error: RunFailed) -> None:
+        """Add what lanes are doing to a failure that is a stall."""
+        if self._pool is not None:
+            from m2flow.runtime.driver.stalled import explain
+
+            explain(error, self._pool)
 
     def _until_a_pause(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Batches, until something is to be done between two steps for which the next one waits."""
@@ -368,6 +372,7 @@ class Run(FlowOnLanes):
             except RunFailed as error:
                 failure = error
             if not self._goes_back(failure):
+                self._explain(failure)
                 raise failure
             self._again += self._lanes_back(failure)
 

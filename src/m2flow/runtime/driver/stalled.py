@@ -1,6 +1,6 @@
 """Accounts of lanes that have stalled: their stacks, and the last they have printed.
 
-Lanes on the launcher's machine are asked; of others their names are given. Every wait is bounded.
+Lanes on other machines are asked by a task of Ray there. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -9,16 +9,24 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from m2flow.errors import RunFailed, Stalled
 from m2flow.runtime.lane.stacks import SIGNAL, STACKS
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pool import LanePool
+
+ELSEWHERE_SECONDS = 15.0
+"""Longest to wait for accounts of lanes on other machines."""
 
 ANSWER_SECONDS = 2.0
 """Longest to wait for the lanes' stacks, all together."""
@@ -43,26 +51,68 @@ def explain(error: RunFailed, pool: LanePool) -> None:
 
 def accounts(pool: LanePool) -> list[str]:
     """An account of each lane of a pool, for people."""
-    files = {
-        lane.id: pool.folder / STACKS.format(*pool.positions([lane.id]))
-        for lane in pool.lanes
-        if pool.is_here(lane.id)
-    }
-    before = {lane: file.stat().st_size for lane, file in files.items() if file.is_file()}
-    for lane in before:
-        with suppress(ProcessLookupError):
-            os.kill(pool.addresses[lane].process_id, SIGNAL)
-    _wait_for({files[lane]: size for lane, size in before.items()})
-    found = []
+    found: dict[int, str] = {}
+    elsewhere: dict[str, list[_Spot]] = {}
+    here: list[_Spot] = []
     for lane, address in pool.addresses.items():
-        lines = [f"Lane {lane}, process {address.process_id}:"]
-        if lane not in before:
-            lines.append("  it is on another machine, or shares its process")
+        (position,) = pool.positions([lane])
+        spot = _Spot(lane, position, address.process_id)
+        (here if pool.is_here(lane) else elsewhere.setdefault(address.node, [])).append(spot)
+    asked = {node: _ask(node, str(pool.folder), spots) for node, spots in elsewhere.items()}
+    found |= accounts_here(str(pool.folder), here, pool.logs)
+    deadline = time.monotonic() + ELSEWHERE_SECONDS
+    for node, spots in elsewhere.items():
+        try:
+            found |= ray.get(asked[node], timeout=max(0.1, deadline - time.monotonic()))
+        except RayError as error:  # also if it takes too long
+            first_line, *_ = str(error).splitlines() or [type(error).__name__]
+            found |= {one.lane: f"{one}\n  its machine has not told: {first_line}" for one in spots}
+    return [found[lane] for lane in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """A lane, its position in the pool, and its process."""
+
+    lane: int
+    position: int
+    process: int
+
+    def __str__(self) -> str:
+        return f"Lane {self.lane}, process {self.process}:"
+
+
+def _ask(node: str, folder: str, spots: Sequence[_Spot]) -> Any:
+    """What will be the accounts of lanes of another machine."""
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(accounts_here)
+    return task.options(scheduling_strategy=strategy).remote(folder, spots)
+
+
+def accounts_here(folder: str, spots: Sequence[_Spot], logs: Path | None = None) -> dict[int, str]:
+    """Accounts of lanes of this machine, by lane.
+
+    Args:
+        folder: of the pool's files here.
+        spots: which.
+        logs: where Ray keeps what they print, if it is known.
+    """
+    files = {one: Path(folder) / STACKS.format(one.position) for one in spots}
+    before = {one: file.stat().st_size for one, file in files.items() if file.is_file()}
+    for one in before:
+        with suppress(ProcessLookupError):
+            os.kill(one.process, SIGNAL)
+    _wait_for({files[one]: size for one, size in before.items()})
+    found = {}
+    for one in spots:
+        lines = [str(one)]
+        if one not in before:
+            lines.append("  it shares its process, which writes no stacks")
         else:
-            written = _text(files[lane], before[lane])
-            lines += written.splitlines() or list(_from_outside(address.process_id))
-            lines += list(_printed(pool.logs, address.process_id))
-        found.append("\n".join(lines))
+            written = _text(files[one], before[one])
+            lines += written.splitlines() or list(_from_outside(one.process))
+            lines += list(_printed(logs, one.process))
+        found[one.lane] = "\n".join(lines)
     return found
 
 
@@ -114,8 +164,14 @@ def _state(process: int) -> str:
 
 
 def _printed(logs: Path | None, process: int) -> Iterator[str]:
-    """The last lines that a lane has printed, where Ray keeps them on this machine."""
-    for file in sorted(logs.glob(f"worker-*-{process}.*")) if logs is not None else ():
+    """The last lines that a lane has printed, where they go into files on this machine."""
+    files = set(logs.glob(f"worker-*-{process}.*")) if logs is not None else set()
+    for stream in (1, 2):
+        with suppress(OSError):
+            file = Path(f"/proc/{process}/fd/{stream}").readlink()
+            if file.is_file():
+                files.add(file.resolve())
+    for file in sorted({file.resolve() for file in files}):
         lines = file.read_text("utf-8", "replace").splitlines()[-LINES:]
         if lines:
             yield f"  the last of {file.name}:"

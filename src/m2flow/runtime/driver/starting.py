@@ -168,12 +168,15 @@ def _loaded(
     Raises:
         RunFailed: a lane is lost again and again, or something else went wrong.
     """
+    from m2flow.runtime.driver.stalled import explain
+
     heard: dict[tuple[int, float], str] = {}
     while True:
         try:
             carrier = load(plans)
         except RunFailed as error:
             if not pool.lost or not supervision.heals:
+                explain(error, pool)
                 raise
             heard |= {(lane, at): why for lane, (why, at) in pool.lost.items()}
             supervision.count(error)

@@ -343,8 +343,8 @@ def choose_interface(node_address: str | None) -> None:
         node_address: the node's own address; None where no lane is on another node.
     """
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        loopback = node_address is None
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if loopback else interface_of(node_address)
+        here = "lo" if node_address is None else interface_of(node_address)
+        os.environ["GLOO_SOCKET_IFNAME"] = here
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "=" + os.environ["GLOO_SOCKET_IFNAME"])
 
 
