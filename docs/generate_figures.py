@@ -355,7 +355,11 @@ def faults() -> Table:
     def grown(name: str) -> str:
         what = ("memory of the launcher", "memory of all", "handles of all")
         most = (f"{target(name, f'growth, {one}'):.2f}" for one in what)
-        trends = (f"{100 * target(name, f'trend an hour, {one}'):+.0f} %" for one in what)
+        slopes = read(name)["results"].get("trends", {})
+        if not slopes:  # of a result from before errors were told
+            trends = [f"{100 * target(name, f'trend an hour, {one}'):+.0f} %" for one in what]
+        else:
+            trends = [f"{100 * a:+.0f} ± {100 * b:.0f} %" for a, b in map(slopes.get, what)]
         return f"{', '.join(most)}; {', '.join(trends)}"
 
     schedules = read("crash_schedules")["results"]
