@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import subprocess
 import threading
@@ -16,6 +17,7 @@ import pytest
 from m2flow.errors import UserError
 from m2flow.rewards import sandbox
 from m2flow.rewards.sandbox import LIMITS, WAYS, Limits, ProgramOutcome, Way, run_python
+from m2flow.rewards.syscalls import MACHINES, PARTLY, REFUSED, refusals
 
 QUICK = replace(LIMITS, seconds=5.0, cpu_seconds=2)
 
@@ -75,6 +77,29 @@ def test_long_input_and_output_pass_at_the_same_time() -> None:
     assert run_python("pass", text).ok  # it does not read
 
 
+def test_a_program_may_have_threads_and_processes() -> None:
+    source = """
+import asyncio, multiprocessing, socket, subprocess, threading
+
+def told(pipe):
+    pipe.send("from a process")
+
+if __name__ == "__main__":
+    thread = threading.Thread(target=print, args=("from a thread",))
+    thread.start(); thread.join()
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=told, args=(there,))
+    process.start(); print(here.recv()); process.join()
+    print(subprocess.run(["echo", "from a command"], capture_output=True, text=True).stdout, end="")
+    one, other = socket.socketpair()
+    one.sendall(b"from a socket"); print(other.recv(99).decode())
+    print(asyncio.run(asyncio.to_thread(lambda: "from a loop")))
+"""
+    outcome = run_python(source)
+    words = [f"from a {what}" for what in ("thread", "process", "command", "socket", "loop")]
+    assert outcome.stdout.splitlines() == words, outcome
+
+
 @pytest.mark.parametrize(("source", "code"), [("1/0", 1), ("raise SystemExit(3)", 3)])
 def test_how_it_ended_is_told(source: str, code: int) -> None:
     assert run_python(source).exit_code == code
@@ -108,6 +133,164 @@ def test_a_memory_bomb_fails() -> None:
     assert "MemoryError" in outcome.stderr
 
 
+filtered = pytest.mark.skipif(
+    platform.machine() not in MACHINES, reason="the numbers of this machine's calls are not known"
+)
+
+SYSTEM_V = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+def system_v(size):
+    at = libc.shmget(0, ctypes.c_size_t(size), 0o1600)
+    if at < 0:
+        raise OSError(ctypes.get_errno(), "shmget")
+    held = ctypes.c_void_p(libc.shmat(at, None, 0))
+    ctypes.memset(held, 1, size)
+    libc.shmdt(held)
+"""
+
+NAMELESS = """
+import os
+def nameless(size):
+    os.write(os.memfd_create("x"), b"x" * size)
+"""
+
+ANOTHER_TMP = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.unshare(0x10000000 | 0x20000) or libc.mount(b"x", b"/tmp", b"tmpfs", 0, None):
+    raise OSError(ctypes.get_errno(), "unshare or mount")
+"""
+
+
+@filtered
+@pytest.mark.parametrize(
+    "source",
+    [
+        SYSTEM_V + "for _ in range(48): system_v(8 << 20)",
+        NAMELESS + "for _ in range(48): nameless(8 << 20)",
+        ANOTHER_TMP,
+        "import socket; socket.create_server(('127.0.0.1', 0))",
+        "import socket; socket.socketpair(30, socket.SOCK_STREAM)",  # any kind but Unix's
+        "import ctypes; assert ctypes.CDLL(None).msgget(0, 0o1600) >= 0",
+        "import ctypes; assert ctypes.CDLL(None).semget(0, 1, 0o1600) >= 0",
+    ],
+)
+def test_memory_outside_of_processes_cannot_be_had(source: str) -> None:
+    told = refused(source, replace(QUICK, memory_bytes=256 << 20)).stderr
+    assert "PermissionError" in told or "AssertionError" in told
+
+
+@filtered
+def test_each_refused_call_is_refused_under_all_of_its_numbers() -> None:
+    """Without the filter arguments of -1 have other errors; a user namespace could be made."""
+    column = MACHINES[platform.machine()].column
+    calls = [pair[column] for pair in REFUSED.values()]
+    if platform.machine() == "x86_64":
+        calls += [0x4000_0000 | number for number in (0, 29, 319)]  # x32
+    source = f"""
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.argtypes = [ctypes.c_long] * 7
+def error(call, first):
+    found = libc.syscall(call, first, -1, -1, -1, -1, -1)
+    return ctypes.get_errno() if found < 0 else 0
+print([error(call, -1) for call in {calls}])
+print([error(call, first) for call, first in {
+        [(PARTLY["clone"][column], 0x1000_0000), (PARTLY["clone3"][column], 0)]
+    }])
+"""
+    outcome = run_python(source, limits=QUICK)
+    assert outcome.stdout.splitlines() == [str([1] * len(calls)), "[1, 38]"], outcome
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86's older calls")
+def test_calls_of_an_older_instruction_set_end_a_program() -> None:
+    """`int 0x80` has the numbers of 32 bits, of which 20 asks for the process's own."""
+    source = """
+import ctypes, mmap
+code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+code.write(bytes.fromhex("b814000000cd80c3"))
+ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()
+print("went on")
+"""
+    assert refused(source).stdout == ""
+
+
+def test_a_machine_whose_numbers_are_not_known_has_no_filter() -> None:
+    assert refusals("sparc64") == b""
+    assert len(refusals("aarch64")) == len(refusals("x86_64")) > 0
+    assert all(len(set(column)) == len(REFUSED) for column in zip(*REFUSED.values(), strict=True))
+
+
+@filtered
+def test_several_processes_hold_no_more_than_was_promised() -> None:
+    """Each takes memory of every kind that it can get, and says how much it has."""
+    source = (
+        SYSTEM_V
+        + NAMELESS
+        + """
+import sys, time
+PIECE = 4 << 20
+kept = []
+
+def private(size):
+    kept.append(bytearray(size))
+
+def scratch(size):
+    with open(f"/tmp/{os.getpid()}-{time.monotonic_ns()}", "wb", 0) as file:
+        if (written := file.write(b"x" * size)) < size:
+            raise OSError("full")
+
+def taken():
+    total = 0
+    for take in (system_v, nameless, scratch, private):
+        try:
+            for _ in range(24):
+                take(PIECE)
+                total += PIECE
+        except (OSError, MemoryError):
+            pass
+    return total
+
+read, write = os.pipe()
+children = 0
+try:
+    while children < 9:
+        if os.fork() == 0:
+            os.write(write, b"%d " % taken())
+            time.sleep(30)
+        children += 1
+except BlockingIOError:
+    pass
+total = taken()
+while children:
+    said = os.read(read, 99)
+    children -= said.count(b" ")
+    total += sum(map(int, said.split()))
+print(total)
+"""
+    )
+    limits = replace(QUICK, memory_bytes=64 << 20, processes=2, scratch_bytes=16 << 20)
+    total = int(run_python(source, limits=limits).stdout)
+    assert 16 << 20 < total <= limits.processes * limits.memory_bytes + limits.scratch_bytes
+
+
+def test_files_without_a_word_in_them_are_bounded() -> None:
+    source = """
+made = 0
+try:
+    for made in range(2000):
+        open(f"/tmp/{made}", "x").close()
+except OSError as error:
+    print(error.strerror)
+print(made)
+"""
+    outcome = run_python(source, limits=replace(QUICK, scratch_bytes=1 << 20))
+    assert outcome.stdout == "No space left on device\n255\n"  # the folder is one, too
+
+
 def test_a_fork_bomb_is_bounded() -> None:
     source = """
 import os, time
@@ -138,6 +321,17 @@ while True:
     begun = time.monotonic()
     refused(source)
     assert time.monotonic() - begun < 4 * QUICK.seconds
+
+
+def test_a_program_that_sleeps_is_gone_when_its_time_is_over() -> None:
+    """Looked for after each test; also where it asks to live on without its parent."""
+    source = """
+import ctypes, os, time
+ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+os.fork()
+time.sleep(30)
+"""
+    refused(source, replace(QUICK, seconds=1.0))
 
 
 def test_a_child_that_outlives_the_program_is_gone_with_it() -> None:
@@ -239,8 +433,9 @@ print(len(glob.glob("/proc/[0-9]*")))
 @pytest.mark.parametrize(
     "source",
     [
+        "import os; assert os.getpid() != 1; open('/proc/1/mem', 'r+b')",
         "import os; os.kill(PROCESS_OF_THE_TEST, 0)",
-        "import os; os.setuid(0)",
+        "import os; os.setuid(0 if os.getuid() else 1)",  # 0: the test's own user, under a name
         "import os; os.chroot('/tmp')",
         "import os; os.mknod('/tmp/disk', 0o600 | 0o060000, os.makedev(8, 0))",
         "open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x')",
@@ -251,6 +446,17 @@ print(len(glob.glob("/proc/[0-9]*")))
 )
 def test_privileges_are_gone(source: str) -> None:
     refused(source.replace("PROCESS_OF_THE_TEST", str(os.getpid())))
+
+
+def test_neither_a_program_nor_a_command_of_its_has_a_capability() -> None:
+    source = """
+import subprocess
+print(open("/proc/self/status").read())
+subprocess.run(["cat", "/proc/self/status"])
+"""
+    lines = run_python(source).stdout.splitlines()
+    sets = [line.split()[1] for line in lines if line.startswith("Cap")]
+    assert sets == ["0" * 16] * 10  # inheritable, permitted, effective, bounding, ambient
 
 
 def test_descriptors_of_the_parent_are_closed(tmp_path: Path) -> None:

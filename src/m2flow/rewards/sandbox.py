@@ -11,7 +11,10 @@ neither is allowed to, nothing is run. The program's source comes on its standar
 text that it is to read there.
 
 Limits hold for each process (memory, CPU seconds, size of a file) and for the program (processes,
-seconds, bytes of output), so that all of it takes at most `processes` times `memory_bytes`.
+seconds, bytes of output and of files). Memory that belongs to no process cannot be had, except in
+files in `/tmp` (`m2flow.rewards.syscalls`). So all of a program takes at most `processes` times
+`memory_bytes` and `scratch_bytes`, besides what the kernel needs to keep account of it: its files,
+64 open ones for each process, and what is on its way in their pipes and sockets.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from functools import lru_cache
 from typing import IO
 
 from m2flow.errors import UserError
+from m2flow.rewards.syscalls import refusals
 
 USERS = range(1 << 20, 1 << 30)
 """User ids of programs, one drawn for each: processes are counted by user id."""
@@ -39,8 +43,22 @@ PYTHON = "/py"
 GRACE_SECONDS = 5.0
 """How long a program that was killed may take to be gone."""
 
+PAGE_BYTES = 4096
+"""Of scratch for each file: a file without a word in it takes memory, too."""
+
 _PROGRAM = """
-import os, sys
+import ctypes, os, sys
+class Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
+def ask(option, value, at):
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+    if libc.prctl(option, value, at, 0, 0):
+        raise OSError(ctypes.get_errno(), "no filter of system calls can be set")
+if code := bytes.fromhex(sys.argv[4]):
+    ask(38, 1, 0)
+    rules = Filter(len(code) // 8, code)
+    ask(22, 2, ctypes.addressof(rules))
 def text(length):
     parts = []
     while length and (part := os.read(0, length)):
@@ -65,7 +83,7 @@ class Limits:
         cpu_seconds: of each process.
         memory_bytes: address space of each process.
         processes: processes and threads at one time.
-        scratch_bytes: of all files in `/tmp`.
+        scratch_bytes: of all files in `/tmp`, of which there is one at most for each 4 KiB.
         output_bytes: of standard output and standard error together.
     """
 
@@ -131,7 +149,7 @@ def _run(
     word = secrets.token_bytes(16).hex().encode() if after else b""
     interpreter = f"{PYTHON}/bin/python3.{sys.version_info.minor}"
     lengths = [str(len(part)) for part in (program, later, word)]
-    inside = [interpreter, "-I", "-c", _PROGRAM, *lengths]
+    inside = [interpreter, "-I", "-c", _PROGRAM, *lengths, refusals().hex()]
     with subprocess.Popen(
         [*command, *inside],
         stdin=subprocess.PIPE,
@@ -227,7 +245,7 @@ class Way:
 def _dropped(limits: Limits) -> list[str]:
     """Words that take every privilege away and set the limits."""
     words = [shutil.which("setpriv") or "setpriv", "--no-new-privs", "--bounding-set=-all"]
-    words += ["--inh-caps=-all"]
+    words += ["--inh-caps=-all", "--pdeathsig=KILL"]  # a new user's would be none
     if os.geteuid() == 0:
         user = secrets.randbelow(len(USERS)) + USERS.start
         words += [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
@@ -243,6 +261,12 @@ def _dropped(limits: Limits) -> list[str]:
     ]
 
 
+def _scratch(limits: Limits) -> str:
+    """Options of the file system at `/tmp`; a size of 0 would be none."""
+    pages = max(1, limits.scratch_bytes // PAGE_BYTES)
+    return f"mode=1777,size={pages * PAGE_BYTES},nr_inodes={pages},nosuid,nodev"
+
+
 def _environment() -> dict[str, str]:
     return {
         "PATH": "/usr/bin",
@@ -255,18 +279,29 @@ def _environment() -> dict[str, str]:
 
 def _bubblewrap(limits: Limits) -> list[str]:
     words = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv"]
+    words.append("--as-pid-1")  # no process of bwrap's own, unbounded, that it could get into
     words += [f"--unshare-{what}" for what in ("net", "pid", "ipc", "uts", "cgroup-try")]
-    if os.geteuid() != 0:
-        words.append("--unshare-user")
+    if os.geteuid() != 0:  # with the privileges to mount, and to drop those
+        words += ["--unshare-user", "--uid", "0", "--gid", "0"]
+        words += ["--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP"]
     words += ["--ro-bind", "/usr", "/usr", "--ro-bind", sys.base_prefix, PYTHON]
     for name in ("bin", "lib", "lib64", "sbin"):
         words += ["--symlink", f"usr/{name}", f"/{name}"]
-    words += ["--proc", "/proc", "--dev", "/dev"]
-    words += ["--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", "/tmp"]
+    words += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
     words += ["--remount-ro", "/dev", "--remount-ro", "/"]
     for name, value in _environment().items():
         words += ["--setenv", name, value]
-    return [*words, "--chdir", "/tmp", *_dropped(limits)]
+    script = ["/bin/sh", "-c", _NEW_SCRATCH, "sandbox", _scratch(limits)]
+    return [*words, *script, *_dropped(limits)]
+
+
+_NEW_SCRATCH = """
+set -e
+mount -t tmpfs -o "$1" none /tmp
+cd /tmp
+shift
+exec "$@"
+"""
 
 
 _NEW_ROOT = """
@@ -285,7 +320,7 @@ for name in null zero random urandom; do
     touch "/mnt/dev/$name"
     mount --bind "/dev/$name" "/mnt/dev/$name"
 done
-mount -t tmpfs -o "mode=1777,size=$3,nosuid,nodev" none /mnt/tmp
+mount -t tmpfs -o "$3" none /mnt/tmp
 cd /mnt
 pivot_root . old
 umount -l /old
@@ -303,7 +338,7 @@ def _unshare(limits: Limits) -> list[str]:
     if os.geteuid() != 0:
         words += ["--user", "--map-root-user"]
     script = ["/bin/sh", "-c", _NEW_ROOT, "sandbox", sys.base_prefix, PYTHON]
-    script.append(str(limits.scratch_bytes))
+    script.append(_scratch(limits))
     environment = [f"{name}={value}" for name, value in _environment().items()]
     return [*words, *script, "/usr/bin/env", "-i", *environment, *_dropped(limits)]
 
