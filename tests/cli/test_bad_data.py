@@ -97,6 +97,10 @@ def test_bad_minibatches_in_a_row_end_the_run(
     assert "gradients of" in outcome.err.splitlines()[0]
     assert "3 times in a row (max_skipped_updates: 2)" in outcome.err.splitlines()[0]
     assert [row["train/skipped_share"] for row in read_metrics("run")] == [0.5]
+    kept = {path.name: path.read_text() for path in Path("run/skipped").iterdir()}
+    assert sorted(kept) == ["step_000001.jsonl", "step_000002.jsonl"], "of the last step, too"
+    assert kept["step_000002.jsonl"].count("\n") == 16
+    assert "step 2: a loss or gradient was not finite: 100%" in outcome.out
     assert Path("run/checkpoints/latest").readlink() == Path("step_000001")
 
     said = m2flow("doctor", "run")
@@ -110,11 +114,22 @@ def test_bad_minibatches_in_a_row_end_the_run(
     assert goes_on.code == 0, goes_on.err
 
 
-def test_none_may_be_left_out(tiny: Path, m2flow: M2flow, poison: Callable[..., None]) -> None:
-    poison(range(1), float("nan"))
-    outcome = m2flow("train", tiny, *FEW, "max_skipped_updates=0")
+@pytest.mark.parametrize("bad", [1, 99])
+def test_none_may_be_left_out(
+    tiny: Path, m2flow: M2flow, poison: Callable[..., None], bad: int
+) -> None:
+    """Neither where the rest of the step can be taken, nor where it cannot."""
+    poison(range(bad), float("nan"))
+    outcome = m2flow("train", tiny, *FEW, "max_skipped_updates=0", "checkpoint.every=1")
     assert outcome.code == 1
-    assert "at once (max_skipped_updates: 0)" in outcome.err.splitlines()[0]
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("the run failed: NotFinite: no step was taken: ")
+    assert line.endswith("; at once (max_skipped_updates: 0)")
+    assert read_metrics("run") == []
+    assert not Path("run/checkpoints/latest").exists()
+    (kept,) = Path("run/skipped").iterdir()
+    assert kept.name == "step_000001.jsonl"
+    assert kept.read_text().count("\n") == 16
 
 
 def rewards(body: str) -> str:

@@ -13,9 +13,15 @@ import pytest
 M2flow = Callable[..., Any]
 
 MODULE = """
+import time
+
 def digits(prompt, completion, completion_ids, row):
     assert row["answer"].isdigit() and isinstance(row["finished"], bool) and prompt.endswith("=")
     return sum(character.isdigit() for character in completion) / len(completion_ids)
+
+def hangs(prompt, completion, completion_ids, row):
+    time.sleep(60)
+    return 1.0
 
 def shy(prompt, completion, completion_ids, row):
     raise RuntimeError("not today")
@@ -59,6 +65,21 @@ def test_one_that_always_raises_ends_the_run(tiny: Path, m2flow: M2flow) -> None
     assert told in line
     assert "so for all" in line
     assert "The first: prompt" in line
+
+
+def test_one_that_always_hangs_ends_the_run_before_the_stage_s_deadline(
+    tiny: Path, m2flow: M2flow
+) -> None:
+    """As any other that always fails: counted, and the samples kept."""
+    reward = "reward=[{function: 'rewards_beside_the_recipe:hangs', deadline_seconds: 1}]"
+    late = ["deadline_seconds=12"]  # of 16 samples, each with its second, one after the other
+    outcome = m2flow("train", tiny, "--run-dir", "run", *QUICK, *late, reward)
+    assert outcome.code == 1
+    (line,) = outcome.err.splitlines()
+    assert "reward rewards_beside_the_recipe:hangs gave nothing within 1 s; so for all 16" in line
+    rows = Path("run/skipped/step_000001.jsonl").read_text().splitlines()
+    assert len(rows) == 16
+    assert all("gave nothing within 1 s" in json.loads(row)["failure"] for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import torch
 
 from m2flow.errors import ProcessEnded, RunFailed, UserError
 from m2flow.generation import external_engine, external_process
-from m2flow.generation.external_engine import ExternalEngine
+from m2flow.generation.external_engine import ExternalEngine, Started
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Completion, Request, SamplingParams
 from m2flow.generation.sglang_engine import SGLangEngine
@@ -291,6 +291,13 @@ def test_it_listens_to_nobody_on_the_network(engine: ExternalEngine) -> None:
     ]
     listening = {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
     assert all(ip_address(address).is_loopback for address in listening), listening
+
+
+def test_code_in_the_model_s_folder_is_not_trusted(engine: ExternalEngine, folder: Path) -> None:
+    """In so many words, whatever the package would do by itself."""
+    config = model_of(0).config
+    settings = engine._settings(Started(str(folder), config, 4, "float32", "cpu", 1 << 27, True))
+    assert settings["trust_remote_code"] is False
 
 
 def test_sleeping_on_a_cpu_changes_nothing(engine: ExternalEngine) -> None:

@@ -15,7 +15,13 @@ import pytest
 
 from m2flow.errors import UserError
 from m2flow.rewards import addition_reward, batched, gym_reward, math_reward
-from m2flow.rewards.reward import Judged, Scores, WeightedReward, weighted_sum
+from m2flow.rewards.reward import (
+    TIMEOUTS_IN_A_ROW,
+    Judged,
+    Scores,
+    WeightedReward,
+    weighted_sum,
+)
 
 JUDGED = Judged(
     items=[7, 9],
@@ -221,6 +227,42 @@ def test_after_a_call_that_hangs_the_others_are_made(folder: str) -> None:
     columns = {name: 2 * list(getattr(JUDGED, name))[::-1] for name in vars(JUDGED)}
     found = weighted_sum([of(folder, "hangs", deadline_seconds=0.3)], Judged(**columns))
     assert found.rewards == [0.0, 1.0, 0.0, 1.0]
+
+
+def of_levels(levels: str) -> Judged:
+    """Samples that are easy ("e") or hard ("h"), in this order."""
+    picked = ["eh".index(level) for level in levels]
+    columns = {name: [getattr(JUDGED, name)[n] for n in picked] for name in vars(JUDGED)}
+    return Judged(**columns)
+
+
+@pytest.mark.parametrize(("name", "calls"), [("hangs", 1), ("later", 2)])
+def test_of_a_service_that_is_down_few_calls_are_waited_for(
+    folder: str, name: str, calls: int
+) -> None:
+    """Many samples would take longer one by one than the whole stage may."""
+    part = of(folder, name, deadline_seconds=0.3, concurrency=calls)
+    begin = time.monotonic()
+    found = weighted_sum([part], of_levels("h" * 40))
+    assert time.monotonic() - begin < 0.3 * 40 / calls / 2
+    assert found.rewards == [0.0] * 40
+    assert len(set(found.failures)) == 1
+    assert found.failures[0].endswith(f"{name} gave nothing within 0.3 s")
+
+
+@pytest.mark.parametrize("name", ["hangs", "later"])
+def test_calls_that_time_out_are_counted_in_a_row(folder: str, name: str) -> None:
+    """An answer between them says that the service is there; the end of a row says nothing."""
+    assert TIMEOUTS_IN_A_ROW == 3
+    part = of(folder, name, deadline_seconds=0.3, concurrency=1)
+    found = weighted_sum([part], of_levels("hhehhehhhe"))
+    assert found.rewards == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0] + [0.0] * 4
+
+
+def test_some_that_hang_together_while_others_answer_are_no_row(folder: str) -> None:
+    part = of(folder, "later", deadline_seconds=0.3, concurrency=4)
+    found = weighted_sum([part], of_levels("hhh" + 60 * "e"))
+    assert found.rewards == [0.0] * 3 + [1.0] * 60
 
 
 def test_a_call_that_returns_too_late_is_not_followed_by_the_others(folder: str) -> None:

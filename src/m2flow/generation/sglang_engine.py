@@ -26,6 +26,7 @@ class SGLangEngine(ExternalEngine):
     def _settings(self, started: Started) -> dict[str, Any]:
         settings: dict[str, Any] = {
             "model_path": started.folder,
+            "trust_remote_code": False,  # code in a model folder never runs
             "dtype": started.dtype,
             "max_running_requests": started.max_running,
             "skip_tokenizer_init": not started.reads_text,

@@ -29,6 +29,7 @@ class VLLMEngine(ExternalEngine):
         self._device, self._tied = started.device, bool(started.config.tie_word_embeddings)
         settings: dict[str, Any] = {
             "model": started.folder,
+            "trust_remote_code": False,  # code in a model folder never runs
             "dtype": started.dtype,
             "max_num_seqs": started.max_running,
             "skip_tokenizer_init": not started.reads_text,

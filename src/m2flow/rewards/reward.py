@@ -59,6 +59,10 @@ class BatchReward(Protocol):
         """The rewards of the completions, in their order."""
 
 
+TIMEOUTS_IN_A_ROW = 3
+"""After so many calls in a row without an answer the others of the batch are not made: what they
+wait for is down, and the stage would come to its own deadline."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 Function: TypeAlias = "str | Reward | BatchReward"
 
@@ -184,7 +188,8 @@ def weighted_sum(parts: Sequence[WeightedReward], judged: Judged) -> Scores:
     """The sum of the parts' weighted rewards, for each completion.
 
     A function that raises, takes longer than its deadline or gives no finite number fails for its
-    completion alone; one that judges several at once fails for all of them.
+    completion alone; one that judges several at once fails for all of them. One that has taken
+    too long `TIMEOUTS_IN_A_ROW` times fails for all completions that are left.
 
     Raises:
         UserError: a function cannot be imported.
@@ -257,7 +262,10 @@ def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> 
     begun, where a call does not return in time.
     """
     found: list[Any] = []
+    slow = 0
     while len(found) < len(calls):
+        if slow == TIMEOUTS_IN_A_ROW:
+            return found + [_too_slow(seconds)] * (len(calls) - len(found))
         results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         left = threading.Event()
         arguments = function, calls[len(found) :], results, left
@@ -267,9 +275,11 @@ def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> 
                 value = results.get(timeout=seconds)
             except queue.Empty:
                 found.append(_too_slow(seconds))
+                slow += 1
                 left.set()
                 break
             found.append(value)
+            slow = 0
     return found
 
 
@@ -286,16 +296,26 @@ def _call_each(
 
 
 async def _awaited(function: Any, calls: Sequence[Any], part: WeightedReward) -> list[Any]:
-    """What calls of a coroutine function give, as many at a time as `concurrency` says."""
+    """What calls of a coroutine function give, as many at a time as `concurrency` says.
+
+    Those that take too long count as in a row where no call has returned since they began.
+    """
     turns = asyncio.Semaphore(part.concurrency)
+    returned = slow = 0
 
     async def one(arguments: Any) -> Any:
+        nonlocal returned, slow
         async with turns:
+            if slow >= TIMEOUTS_IN_A_ROW:
+                return _too_slow(part.deadline_seconds)
+            before = returned
             call = caught(function, *arguments)
             try:
                 value, error = await asyncio.wait_for(call, part.deadline_seconds)
             except TimeoutError:
+                slow += returned == before
                 return _too_slow(part.deadline_seconds)
+            returned, slow = returned + 1, 0
             return value if error is None else _raised(error)
 
     return list(await asyncio.gather(*map(one, calls)))

@@ -1,25 +1,33 @@
 """Optimizer steps that are left out because a loss or gradient is not finite, up to so many.
 
 One bad batch does not end a run; weights or data that are broken give one after the other, and do.
-The optimizer has left weights and state as they were, on every replica alike.
+The optimizer has left weights and state as they were, on every replica alike. A run ends after the
+step with the last of them, so that the step's rollouts can be kept.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from m2flow.training.optimizer import NotFinite
 
 SKIPPED = "skipped_share"
 """The figure: 1 of a step that was left out, else 0; its mean is the share of steps."""
 
+_MOST = " (max_skipped_updates: "
+
+
+def too_many(notes: Iterable[str]) -> str:
+    """Which of a step's notes says that too many steps were left out; "" where none does."""
+    return next((note for note in notes if _MOST in note), "")
+
 
 class Skips:
     """Counts steps that were left out one after the other.
 
     Args:
-        most: how many may be; one more ends the run.
+        most: how many may be; of one more the note is one that `too_many` finds.
     """
 
     def __init__(self, most: int) -> None:
@@ -33,9 +41,6 @@ class Skips:
         Args:
             step: takes it.
             of: whose step it is; each is counted alone.
-
-        Raises:
-            NotFinite: this one and `most` before it cannot be taken.
         """
         try:
             figures = step()
@@ -43,14 +48,15 @@ class Skips:
             self._why = self._why or str(error)
             self._in_a_row[of] += 1
             count = self._in_a_row[of]
-            if count > self.most:
+            if count == self.most + 1:
                 times = f"{count} times in a row" if self.most else "at once"
-                raise NotFinite(f"{error}; {times} (max_skipped_updates: {self.most})") from None
+                self._why = f"{error}; {times}{_MOST}{self.most})"
             return {SKIPPED: 1.0}
         self._in_a_row[of] = 0
         return {**figures, SKIPPED: 0.0}
 
     def take_note(self) -> str:
-        """Why the first step was left out since this was last asked; "" where none was."""
+        """Why the first step was left out since this was last asked, or else the one that is one
+        too many; "" where none was."""
         why, self._why = self._why, ""
         return why

@@ -58,6 +58,7 @@ def rollouts() -> Batch:
                 for success in group
             ],
             "failed": [0] * len(lengths),
+            "seed": torch.arange(len(lengths)),
             "film": [b""] * len(lengths),
             "turn.steps": Ragged(steps, lengths),
             "turn.observation.state": Ragged(state, lengths),

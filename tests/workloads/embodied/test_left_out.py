@@ -108,8 +108,30 @@ def test_a_turn_that_is_no_number(
     assert all(0 <= one < 100 for one in largest)
 
 
+@pytest.mark.parametrize("changes", [{}, ALGORITHMS["grpo"]], ids=["ppo", "grpo"])
+def test_rollouts_of_which_an_episode_failed_are_kept(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    environment = {"name": "counting:Counting", "options": {"fails_at": 3}}
+    words = {**WORDS, **changes, "environment": environment}
+    run = train(words, run_dir=tmp_path / "run", progress=Quiet())
+    rows = [row for row in read_metrics(run) if row["episodes/failed"]]
+    assert rows
+    names = [f"step_{row['step']:06d}.jsonl" for row in rows]
+    assert sorted(file.name for file in (run / "skipped").iterdir()) == names
+    for row, name in zip(rows, names, strict=True):
+        lines = (run / "skipped" / name).read_text().splitlines()
+        kept = [json.loads(line) for line in lines]
+        assert sum(one["failed"] for one in kept) == row["episodes/failed"]
+        assert all(one["failed"] and isinstance(one["seed"], int) for one in kept)
+
+
 def test_too_many_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, "logprobs", math.nan)
     words = {**WORDS, **ALGORITHMS["ppo"], "max_skipped_updates": 0}
     with pytest.raises(NotFinite, match=r"at once \(max_skipped_updates: 0\)"):
         train(words, run_dir=tmp_path / "run", progress=Quiet())
+    rows = (tmp_path / "run/skipped/step_000002.jsonl").read_text().splitlines()
+    assert [json.loads(row)["largest"]["logprobs"] is None for row in rows] == [
+        item == BAD % 4 for item in range(4)
+    ]

@@ -121,6 +121,7 @@ class _Open:
     metrics: list[Mapping[str, float]] = field(default_factory=list)
     published: dict[str, Published] = field(default_factory=dict)
     recalled: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def add(self, more: Published) -> None:
         so_far = self.published.get(more.source, Published(more.source, 0, 0.0))
@@ -318,14 +319,17 @@ class Runner:
         self._attended = now = self._clock()
         for report in reports:
             self._spans += report.spans
-            if report.note:
-                self._notes.append(report.note)
-            if self._open and (report.metrics is not None or report.published is not None):
+            told = report.metrics is not None or report.published is not None or report.note
+            if self._open and told:
                 step = next(iter(self._open)) if len(self._open) == 1 else self._step_of(report)
                 if report.metrics is not None:
                     self._open[step].metrics.append(report.metrics)
                 if report.published is not None:
                     self._open[step].add(report.published)
+                if report.note:
+                    self._open[step].notes.append(report.note)
+            elif report.note:
+                self._notes.append(report.note)
             self._astray |= isinstance(report.event, MoveFailed)
         news = [report.event for report in reports if report.event is not None]
         self._handle(Tick(now, judge=False), *news, Tick(now, judge=attentive))
@@ -372,7 +376,7 @@ class Runner:
             staleness=lag / items if items else None,
             published=opened.published,
             recalled=opened.recalled,
-            notes=tuple(self._notes),
+            notes=(*self._notes, *opened.notes),
         )
         self._notes = []
         self._collecting.append((result, self.carrier.collect(self.name, command)))

@@ -22,8 +22,8 @@ from m2flow.plan.file import to_json
 from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training.checkpoint import step_of, sweep
-from m2flow.training.optimizer import NOT_TAKEN
-from m2flow.training.skipping import SKIPPED
+from m2flow.training.optimizer import NOT_TAKEN, NotFinite
+from m2flow.training.skipping import SKIPPED, too_many
 from m2flow.workloads.common.launching import launched, write_decision
 from m2flow.workloads.common.recipe import AUTO_MODE
 from m2flow.workloads.common.stopping import Overdue, Stopping
@@ -291,7 +291,11 @@ class Training:
             yield self.experiment.batch(step)
 
     def _figures(self, run: Run, result: StepResult, step: int) -> dict[str, float]:
-        """The figures of a step that is done; its rollouts and spans are kept here."""
+        """The figures of a step that is done; its rollouts and spans are kept here.
+
+        Raises:
+            NotFinite: too many optimizer steps were left out, one of this step the last of them.
+        """
         figures = self.experiment.metrics(result) | step_figures(result)
         if (tokens := figures.get("tokens/generated")) is not None:
             figures["throughput/tokens_per_s"] = tokens / result.seconds
@@ -301,6 +305,8 @@ class Training:
         rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
         self._begun().append_samples(step, rows)
         self._keep_skipped(step, result, figures)
+        if why := too_many(result.notes):
+            raise NotFinite(why)
         for alarm in dict.fromkeys((*self.experiment.alarms(result), *result.notes)):
             if alarm not in self._alarms or alarm.startswith(NOT_TAKEN):
                 self._alarms.add(alarm)
@@ -328,11 +334,13 @@ class Training:
 
     def _keep_skipped(self, step: int, result: StepResult, figures: dict[str, float]) -> None:
         """Write all rollouts of a step of which some update was skipped, or else those that have
-        no reward."""
+        no reward, or of which an episode was given up."""
         shares = [share for name, share in figures.items() if name.endswith(f"/{SKIPPED}")]
-        if not any(shares) and figures.get("reward/failed_share"):
+        failed = figures.get("reward/failed_share") or figures.get("episodes/failed")
+        if failed and not any(shares):
             rows = self.experiment.rollouts(result)
-            self._begun().write_skipped(step, (row for row in rows if row.get("failure")))
+            wanted = (row for row in rows if row.get("failure") or row.get("failed"))
+            self._begun().write_skipped(step, wanted)
         if any(shares):
             where = self._begun().write_skipped(step, self.experiment.rollouts(result))
             self.progress.note(

@@ -27,6 +27,7 @@ __all__ = ["Engine"]
 
 SETTINGS = {
     "model_path",
+    "trust_remote_code",
     "dtype",
     "max_running_requests",
     "skip_tokenizer_init",
@@ -59,6 +60,7 @@ SAMPLING = {
 class Engine:
     def __init__(self, **settings: Any) -> None:
         assert settings.keys() <= SETTINGS
+        assert settings["trust_remote_code"] is False
         try:
             asyncio.get_running_loop()
             raise AssertionError("the real one takes a loop that runs for its own")

@@ -19,6 +19,7 @@ __all__ = ["EngineArgs", "SamplingParams"]
 @dataclass
 class EngineArgs:
     model: str
+    trust_remote_code: bool  # has a default there, which nobody is to rely on
     dtype: str
     max_num_seqs: int
     skip_tokenizer_init: bool

@@ -8,7 +8,9 @@ from m2flow.flow import Batch, Ragged, stage
 from m2flow.workloads.embodied.workers.columns import TURN, lengths_of
 from m2flow.workloads.embodied.workers.further_draws import COMPARED, TRIED, teaches
 
-OUTCOME = ("episodes", "failed", "steps_taken", "reward", "film", "dropped", "largest", TRIED)
+OUTCOME = (
+    "seed", "episodes", "failed", "steps_taken", "reward", "film", "dropped", "largest", TRIED,
+)  # fmt: skip
 """Columns that a step hands back for metrics and samples."""
 
 
@@ -131,6 +133,7 @@ def outcome(rollouts: Batch) -> Batch:
     ]
     nothing = [False] * len(rewards)
     return rollouts.with_columns(
+        seed=rollouts["seed"].tolist(),
         episodes=[
             [one for episodes, _, _ in some for one in episodes] + own
             for some, own in zip(tried, rollouts["episodes"], strict=True)

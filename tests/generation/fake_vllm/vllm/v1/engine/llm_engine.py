@@ -32,6 +32,7 @@ class LLMEngine:
 
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         assert args.logprobs_mode == "processed_logprobs"
+        assert args.trust_remote_code is False
         on_cpu = args.enforce_eager
         assert not (on_cpu and args.enable_chunked_prefill), "with seeds it ends vLLM on a CPU"
         self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.model)
