@@ -15,8 +15,11 @@ from m2flow.observe.run_directory import read_metrics
 from tests.chaos.disturbed import Strike
 from tests.chaos.test_seeded_runs import (
     EPISODES,
+    RECIPES,
+    SHORT_STEPS,
     Drawn,
     disturbed,
+    ended_with,
     ends_like,
     every_episode_counts_once,
     started,
@@ -52,3 +55,34 @@ def test_what_was_rolled_out_is_not_rolled_out_again(
     recalled = {row["step"]: row.get("rollouts/recalled") for row in read_metrics(run)}
     assert recalled[4] == SAMPLES[workload]
     assert recalled[8] is None
+
+
+def test_with_generation_a_step_ahead(
+    started: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions and lags go on from the last checkpoint, and do not start again.
+
+    It is compared with a run on lanes that nobody disturbs: an eager one is never ahead. There is a
+    checkpoint after every other step, which waits for all that is under way, and training is slow:
+    so both are ahead at the same steps. The one that is hit was ahead of a checkpoint's weights.
+    """
+    strike = Strike("launcher", "training", step=3)
+    drawn = Drawn("ahead", "disaggregated", journal=True, victim="launcher", strike=strike)
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for folder in (straight, killed):
+        folder.mkdir()
+    monkeypatch.chdir(straight)
+    Path("tiny.yaml").write_text(RECIPES["ahead"][0])
+    started.append(Started(Path("tiny.yaml"), *drawn.words, "lanes=cpu:2"))
+    code, errors = ended_with(started[-1])
+    assert code == 0, errors
+    monkeypatch.chdir(killed)
+    assert disturbed(drawn, killed, started) == "resumed"
+    for run in (straight, killed):
+        rows = [row for row in read_metrics(run / "run") if row["step"]]
+        steps = list(range(1, SHORT_STEPS + 1))
+        assert [row["step"] for row in rows] == [row["version"] for row in rows] == steps
+        assert [row["staleness/mean"] for row in rows] == [0.0, 1.0] * (SHORT_STEPS // 2)
+    recalled = {row["step"]: row.get("rollouts/recalled") for row in rows}
+    assert recalled[3] == recalled[4] == 16, "rollouts of a step ahead are taken as they were drawn"
+    ends_like(killed / "run", straight / "run", "ahead")

@@ -74,7 +74,9 @@ HEALS = ("lane", "paused", "engine", "simulator")
 
 FAKE_VLLM = Path(__file__).parents[1] / "generation" / "fake_vllm"
 MODELS = {
-    **dict.fromkeys(("native", "vllm", "agentic"), "checkpoints/latest/model/model.safetensors"),
+    **dict.fromkeys(
+        ("native", "ahead", "vllm", "agentic"), "checkpoints/latest/model/model.safetensors"
+    ),
     "embodied": "checkpoints/latest/policy.safetensors",
 }
 """By workload the weights that it ends with."""
@@ -82,7 +84,7 @@ MODELS = {
 OF_THE_PLAN = ("publish/", "lanes/", "train/tokens_computed")
 """Figures that differ between plans, or tell of lost lanes."""
 
-WEIGHTS_APART = {"native": 1e-4, "vllm": 5e-4, "agentic": 1e-4, "embodied": 1e-4}
+WEIGHTS_APART = {"native": 1e-4, "ahead": 1e-4, "vllm": 5e-4, "agentic": 1e-4, "embodied": 1e-4}
 """Most that a weight may differ, by workload. What vLLM computes depends on what else is in its
 batch: runs on one lane and on two that nobody has disturbed differ by 1.1e-4."""
 
@@ -114,8 +116,12 @@ HEAD_OF_32 = ("model.num_attention_heads=1", "model.num_key_value_heads=1")
 
 OF_VLLM = ("generation.engine=vllm", "generation.cache_gb=0.125", *HEAD_OF_32)
 
+AHEAD = ("max_staleness=1", "algorithm.epochs=16")
+"""A step is drawn before the one before it is trained: that takes long."""
+
 RECIPES = {
     "native": (TINY, f"steps={STEPS}", *OFTEN),
+    "ahead": (TINY, f"steps={SHORT_STEPS}", "checkpoint.every=2", *OFTEN[1:], *AHEAD),
     "vllm": (TINY, f"steps={STEPS}", *OFTEN, *OF_VLLM),
     "agentic": (json.dumps({**AGENT, "name": "tiny-tools"}), f"steps={SHORT_STEPS}", *OFTEN),
     "embodied": (EMBODIED, "checkpoint.every=3"),

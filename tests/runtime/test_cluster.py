@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,29 @@ def test_a_cluster_of_ones_own_asks_for_a_token(
     RayCluster(()).close()
     assert told == [("token", 64, 0)]
     assert len(made.folders) == 1
+
+
+def test_a_start_removes_what_dead_launchers_left(
+    starts: Callable[[int], Starts], tmp_path: Path
+) -> None:
+    """Not what this one has; a folder that was given up after the first try is no longer locked."""
+    left, lock = tmp_path / "m2flow-ray-left", tmp_path / "m2flow-ray-left.lock"
+    left.mkdir()
+    lock.write_text("\n".join(sweeping._machine()))
+    lock_of_the_living = sweeping._lock(tmp_path / "m2flow-live.lock")
+    assert lock_of_the_living is not None
+    made = starts(0)
+    cluster = RayCluster(())
+    deadline = time.monotonic() + 10
+    while left.exists() or lock.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (folder,) = made.folders
+    there = {folder, tmp_path / f"{folder.name}.lock", tmp_path / "m2flow-live.lock"}
+    assert set(tmp_path.iterdir()) == there
+    cluster.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["m2flow-live.lock"]
+    os.close(lock_of_the_living)
 
 
 def test_a_ray_that_knows_no_tokens_does_not_fit() -> None:

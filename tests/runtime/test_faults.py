@@ -12,8 +12,10 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -23,6 +25,7 @@ from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import PlanError, RunFailed, UserError
 from m2flow.runtime.driver.launch import Run
 from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.transport.sweeping import clear_up
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
@@ -287,8 +290,59 @@ run.step(faults.items())
 """
 
 
-def test_lanes_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    """In the middle of a call, with payloads in shared memory: all of it is gone in seconds."""
+NEXT = """
+from m2flow.runtime.driver.pool import LanePool
+from m2flow.plan.lanes import parse_lanes
+with LanePool(parse_lanes("cpu:1")):
+    pass
+"""
+
+
+def test_after_a_whole_group_was_killed_the_next_pool_clears_up(tmp_path: Path) -> None:
+    """Launcher, shell, Ray and lanes at once, as a scheduler's last kill or the kernel does it."""
+    root = Path(__file__).resolve().parents[2]
+    temporary = tempfile.mkdtemp(prefix="m2l-")  # Ray's sockets need a short path
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    environment["TMPDIR"] = temporary
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(LAUNCHER), str(root), str(tmp_path)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: (tmp_path / "reading").exists() or launcher.poll() is not None, 60)
+        name, *_ = (tmp_path / "there").read_text().split()
+    finally:
+        launcher.send_signal(signal.SIGSTOP)
+        group = [launcher, *psutil.Process(launcher.pid).children(recursive=True)]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # nobody sees another's end
+            for process in group:
+                with suppress(psutil.Error):
+                    process.send_signal(number)
+        launcher.wait()
+    try:
+        wait_for(lambda: not any(alive(process.pid) for process in group), 10)
+        left = sorted(path.name for path in Path(temporary).glob("m2flow-*"))
+        assert [one for one in left if "ray" not in one] == [name, f"{name}.lock"]
+        assert len(left) == 4
+        assert any("/dev/shm" in path for path in left_over(name, temporary))
+        subprocess.run([sys.executable, "-c", NEXT], env=environment, check=True, timeout=90)
+        assert left_over(name, temporary) == []
+        assert list(Path(temporary).glob("m2flow-*")) == []
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for path in left_over(name):
+            Path(path).unlink()
+
+
+@pytest.mark.parametrize("swept", [False, True], ids=["alone", "swept by the next pool"])
+def test_lanes_end_when_their_launcher_is_killed(
+    swept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a call, with payloads in shared memory: all of it is gone in seconds.
+
+    Also where its shell is killed, and the next pool takes away what they use.
+    """
     root = Path(__file__).resolve().parents[2]
     temporary = tempfile.mkdtemp(prefix="m2l-")  # Ray cannot remove its files there
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
@@ -304,9 +358,17 @@ def test_lanes_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         assert all(alive(int(process)) for process in processes)
         assert any("/dev/shm" in path for path in left_over(name, temporary))
     finally:
-        launcher.kill()
+        children = psutil.Process(launcher.pid).children()
+        shells = [one for one in children if swept and one.name() == "sh"]
+        for process in (*shells, launcher):
+            process.kill()
         launcher.wait()
     try:
+        assert len(shells) == swept
+        if swept:
+            monkeypatch.setattr(tempfile, "tempdir", temporary)
+            clear_up()
+            assert not left_over(name, temporary)
         wait_for(lambda: not any(alive(int(process)) for process in processes), 5)
         wait_for(lambda: not left_over(name, temporary), 5)
     finally:

@@ -1,17 +1,22 @@
-"""A shell that removes what a process leaves that was killed, and nothing of one that was not."""
+"""What a process leaves that was killed is removed, and nothing of one that was not."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from m2flow.runtime.transport import sweeping
-from m2flow.runtime.transport.sweeping import Sweeper, sweep
+from m2flow.runtime.transport.sweeping import Sweeper, clear_up, sweep
 
 KILLED = """
 import os, signal, subprocess, sys
@@ -88,3 +93,202 @@ def test_folders_in_shared_memory_are_swept_too(
         (tmp_path / name).touch()
     assert sweep("pool-1-") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["pool-2-0-a"]
+
+
+GUARDED = """
+import os, signal, subprocess, sys, tempfile
+from pathlib import Path
+from m2flow.runtime.transport import sweeping
+
+sweeping.FOLDER = Path(sys.argv[1])
+sweeper = sweeping.Sweeper()
+folder = Path(tempfile.gettempdir(), "m2flow-0123456789ab")
+sweeper.guard(folder)
+(folder / "logs").mkdir(parents=True)
+(folder / "logs/of a lane").touch()
+(sweeping.FOLDER / f"{folder.name}-0-a").touch()
+(sweeping.FOLDER / f"{folder.name}-vllm-b").mkdir()
+child = subprocess.Popen(["sleep", "600"], close_fds=False, stdout=subprocess.DEVNULL)
+print(sweeper._shell.pid, child.pid, flush=True)
+sys.stdin.read()
+"""
+"""A launcher, its shell, and a program that gets every descriptor that is not closed for it."""
+
+NAME = "m2flow-0123456789ab"
+
+
+class Places:
+    """A temporary folder, and one that stands for /dev/shm; what lies in both."""
+
+    def __init__(self, top: Path) -> None:
+        self.temporary, self.shared = top / "tmp", top / "shm"
+        self.temporary.mkdir()
+        self.shared.mkdir()
+
+    @property
+    def left(self) -> list[str]:
+        return sorted(path.name for path in (*self.temporary.iterdir(), *self.shared.iterdir()))
+
+
+WHOLE = [NAME, f"{NAME}-0-a", f"{NAME}-vllm-b", f"{NAME}.lock"]
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
+    places = Places(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(places.temporary))
+    monkeypatch.setattr(sweeping, "FOLDER", places.shared)
+    return places
+
+
+@pytest.fixture
+def launcher(places: Places) -> Iterator[subprocess.Popen[str]]:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", GUARDED, str(places.shared)],
+        env={**os.environ, "TMPDIR": str(places.temporary)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield launcher
+    launcher.kill()
+    launcher.communicate()
+
+
+def killed_with_its_shell(launcher: subprocess.Popen[str]) -> int:
+    """The shell first: it would see the launcher's end. Returns the program, which goes on."""
+    assert launcher.stdout is not None
+    shell, program = map(int, launcher.stdout.readline().split())
+    os.kill(shell, signal.SIGKILL)
+    launcher.kill()
+    launcher.wait()
+    return program
+
+
+def test_the_next_pool_removes_what_nobody_else_can(
+    places: Places, launcher: subprocess.Popen[str]
+) -> None:
+    """A launcher and its shell were killed together; what it had started holds no lock."""
+    program = killed_with_its_shell(launcher)
+    try:
+        time.sleep(1.5)  # a shell that lives would have begun
+        assert places.left == WHOLE
+        clear_up()
+        assert places.left == []
+    finally:
+        os.kill(program, signal.SIGKILL)
+
+
+def test_a_pool_that_lives_is_left_alone(places: Places, launcher: subprocess.Popen[str]) -> None:
+    """Also one of this process, whose next pool asks; and one that is being made."""
+    assert launcher.stdout is not None
+    _, program = map(int, launcher.stdout.readline().split())
+    own, sweeper = places.temporary / "m2flow-ba9876543210", Sweeper()
+    sweeper.guard(own)
+    clear_up()
+    assert places.left == [*WHOLE, f"{own.name}.lock"]
+    own.mkdir()
+    clear_up()
+    assert places.left == [*WHOLE, own.name, f"{own.name}.lock"]
+    own.rmdir()
+    sweeper.close()
+    assert places.left == WHOLE
+    os.kill(program, signal.SIGKILL)
+
+
+def test_a_lock_has_its_name_when_it_is_held(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a pool that is being made would be taken for a dead one."""
+    lock, seen = fcntl.flock, list[list[str]]()
+
+    def flock(file: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        clear_up()  # another pool starts in this moment
+        seen.append(places.left)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    sweeper = Sweeper()
+    sweeper.guard(places.temporary / NAME)
+    assert seen == [[f"{NAME}.lock.part"]]
+    assert places.left == [f"{NAME}.lock"]
+    sweeper.close()
+    assert places.left == []
+
+
+def test_what_has_no_lock_file_is_left_alone(
+    places: Places, launcher: subprocess.Popen[str]
+) -> None:
+    """Such as a folder of an older m2flow; beside it, one that is removed."""
+    os.kill(killed_with_its_shell(launcher), signal.SIGKILL)
+    others = ["m2flow-ba9876543210", "m2flow-ba9876543210-0-a", "m2flow-ray-01234567"]
+    (places.temporary / others[0]).mkdir()
+    (places.temporary / others[2]).write_text("\n".join(sweeping._machine()))
+    (places.shared / others[1]).touch()
+    clear_up()
+    assert places.left == others
+
+
+def test_links_and_files_of_others_are_left_alone(
+    places: Places, launcher: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.kill(killed_with_its_shell(launcher), signal.SIGKILL)
+    lock, alone = (places.temporary / f"{name}.lock" for name in (NAME, "m2flow-ba9876543210"))
+    alone.write_text("\n".join(sweeping._machine()))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        clear_up()
+        assert places.left == [*WHOLE, alone.name]
+    alone.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(sweeping, "_machine", lambda: {"another"})
+        clear_up()
+        assert places.left == WHOLE
+    moved = lock.rename(places.temporary / "elsewhere")
+    lock.symlink_to(moved)
+    os.mkfifo(alone)
+    clear_up()
+    assert places.left == ["elsewhere", *WHOLE, alone.name]
+    moved.replace(lock)
+    precious = places.temporary.parent / "precious"
+    (precious / "data").mkdir(parents=True)
+    (places.temporary / NAME).rename(places.temporary.parent / "moved")
+    (places.temporary / NAME).symlink_to(precious)
+    (places.shared / f"{NAME}-link").symlink_to(precious)
+    clear_up()
+    assert places.left == [alone.name]
+    assert (precious / "data").is_dir()
+
+
+def test_what_cannot_be_removed_is_tried_again(
+    places: Places, launcher: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.kill(killed_with_its_shell(launcher), signal.SIGKILL)
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refused)
+        clear_up()
+    assert places.left == [WHOLE[0], *WHOLE[2:]]
+    clear_up()
+    assert places.left == []
+
+
+def test_without_locks_a_pool_starts_all_the_same(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    sweeper = Sweeper()
+    sweeper.guard(places.temporary / NAME)
+    clear_up()
+    assert places.left == []
+    monkeypatch.setattr(tempfile, "tempdir", str(places.temporary / "gone"))
+    sweeper.guard(places.temporary / "gone" / NAME)
+    clear_up()
+    sweeper.close()

@@ -9,15 +9,15 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from glob import escape
 from pathlib import Path
 from typing import Any
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed
-from m2flow.runtime.transport.sweeping import Sweeper, check_shared_memory
+from m2flow.runtime.transport.sweeping import Sweeper, check_shared_memory, clear_up
 
 SET_UP_WORKER = Path(__file__).parents[1] / "lane" / "set_up_worker.py"
 
@@ -49,7 +49,8 @@ class RayCluster:
 
     `RAY_ADDRESS`, or a connection that exists already, is used as it is. Otherwise a cluster is
     started on this machine, with a temporary directory and a secret of its own, and shut down by
-    `close`. If this process is killed before that, a shell removes the directory.
+    `close`. If this process is killed before that, a shell removes the directory. What neither did
+    for launchers that are dead is removed meanwhile.
 
     Attributes:
         sweeper: removes files that are added to it, if this process is killed.
@@ -63,6 +64,7 @@ class RayCluster:
 
         self._folder: Path | None = None
         self.sweeper = Sweeper()
+        threading.Thread(target=clear_up, name="clearing up", daemon=True).start()
         self._ours = not ray.is_initialized()
         if not self._ours:
             return
@@ -91,8 +93,10 @@ class RayCluster:
 
         for tries in (1, 2):
             if address is not None:
-                self._folder = Path(tempfile.mkdtemp(prefix="m2flow-ray-"))
-                self.sweeper.add(escape(str(self._folder)))
+                name = f"m2flow-ray-{secrets.token_hex(4)}"  # short: sockets lie below it
+                self._folder = Path(tempfile.gettempdir()) / name
+                self.sweeper.guard(self._folder)
+                self._folder.mkdir(mode=0o700)
                 settings["_temp_dir"] = str(self._folder)
             private = nullcontext() if address is None else _private_settings()
             try:

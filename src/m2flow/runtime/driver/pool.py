@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,7 +50,7 @@ from m2flow.runtime.lane.orders import (
 from m2flow.runtime.transport.lines import SILENCE_SECONDS, LauncherLine, LineClosed
 from m2flow.runtime.transport.measure import pairs_to_measure
 from m2flow.runtime.transport.peering import Location
-from m2flow.runtime.transport.sweeping import FOLDER, sweep
+from m2flow.runtime.transport.sweeping import sweep
 from m2flow.runtime.transport.table import LinkTable
 
 CLOSE_SECONDS = 5.0
@@ -124,8 +123,7 @@ class LanePool:
         self._key = uuid.uuid4().bytes + uuid.uuid4().bytes
         self._folder = Path(tempfile.gettempdir()) / f"m2flow-{uuid.uuid4().hex[:12]}"
         self._selector = selectors.DefaultSelector()
-        shared = f"{FOLDER}/{escape(self._folder.name)}-*"
-        self._cluster.sweeper.add(escape(str(self._folder)), shared)
+        self._cluster.sweeper.guard(self._folder)
         self.processes = LaneProcesses(
             self.lanes,
             self._folder,

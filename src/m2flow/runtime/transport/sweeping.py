@@ -1,14 +1,23 @@
-"""Shared memory that can be used, and files that must not outlive the processes that made them."""
+"""Shared memory that can be used, and files that must not outlive the processes that made them.
+
+A launcher that is killed can remove nothing: a shell does (`Sweeper`). If that is killed along with
+it, as a scheduler or the kernel kills a whole group, the next pool does (`clear_up`). It knows who
+is dead by a file beside each folder, which its launcher has locked: the kernel lets go of a lock
+when a process ends, however it does.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from contextlib import suppress
 from glob import escape
+from itertools import islice
 from pathlib import Path
 
 from m2flow.errors import UserError
@@ -23,6 +32,14 @@ GRACE_SECONDS = 5
 
 QUIET_SECONDS = 10
 """After so long without a new file they are taken to have ended."""
+
+LOCK = ".lock"
+"""Name of the file beside a folder, after the folder's own."""
+
+LOCKS_AT_MOST = 1000
+"""So many of them a pool looks at when it starts."""
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _SWEEP = f"""
 IFS=
@@ -82,6 +99,85 @@ def sweep(prefix: str) -> int:
     return len(left)
 
 
+def clear_up() -> None:
+    """Remove what dead launchers of this user left in the temporary folder and in /dev/shm.
+
+    What cannot be removed stays, and is tried again by the next call. Nothing is raised.
+    """
+    with suppress(OSError):
+        locks = Path(tempfile.gettempdir()).glob(f"m2flow-*{LOCK}")
+        for lock in islice(locks, LOCKS_AT_MOST):
+            with suppress(OSError):
+                _clear_after(lock)
+
+
+def _clear_after(lock: Path) -> None:
+    """Remove a folder and its shared memory, and then its lock, unless somebody holds that.
+
+    Raises:
+        OSError: somebody does, or the file cannot be read.
+    """
+    file = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would have us wait
+    try:
+        about = os.fstat(file)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
+            return
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _machine() & set(os.read(file, 1024).decode(errors="replace").split()):
+            return  # its file system may not tell us of locks on another machine
+        folder = lock.with_name(lock.name.removesuffix(LOCK))
+        left = [folder, *FOLDER.glob(f"{escape(folder.name)}-*")]
+        for path in left:
+            _remove(path)
+        if not any(map(os.path.lexists, left)):
+            lock.unlink()
+    finally:
+        os.close(file)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder of this user, as far as it can be; a link is not followed."""
+    with suppress(OSError):
+        about = path.lstat()
+        if about.st_uid != os.geteuid():
+            return
+        if stat.S_ISDIR(about.st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def _machine() -> set[str]:
+    """What this machine is known by: its name, and a word that it has drawn when it was booted."""
+    words = {os.uname().nodename}
+    with suppress(OSError):
+        words.add(BOOT.read_text().strip())
+    return words
+
+
+def _lock(path: Path) -> int | None:
+    """Make a file that is locked as long as this process lives. Returns its descriptor.
+
+    It has its name only when it is locked: nobody takes it for a dead launcher's before. Programs
+    that this process starts do not inherit it. None where files cannot be locked.
+    """
+    part = path.with_name(f"{path.name}.part")
+    try:
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(file, "\n".join(_machine()).encode())
+        part.rename(path)
+    except OSError:
+        os.close(file)
+        with suppress(OSError):
+            part.unlink()
+        return None
+    return file
+
+
 class Sweeper:
     """A shell that clears up if this process ends without having done so, by SIGKILL too.
 
@@ -99,13 +195,33 @@ class Sweeper:
             cwd="/",
             start_new_session=True,  # what a terminal or a scheduler ends, it outlives
         )
+        self._locks: dict[Path, int] = {}
+
+    def guard(self, folder: Path) -> None:
+        """Have a folder, and the shared memory named for it, removed if this process is killed.
+
+        To be called before the folder is there. If the shell is killed too, `clear_up` does it.
+        """
+        lock = folder.with_name(f"{folder.name}{LOCK}")
+        shared = f"{FOLDER}/{escape(folder.name)}-*"
+        self.add(escape(str(folder)), shared, f"{escape(str(lock))}*")
+        if (file := _lock(lock)) is not None:
+            self._locks[lock] = file
 
     def add(self, *patterns: str) -> None:
         """Add patterns of paths, in the shell's syntax, whose files are removed at the end."""
         self._say("".join(f"{pattern}\n" for pattern in patterns))
 
     def close(self) -> None:
-        """End the shell; it removes nothing. A second call does nothing."""
+        """End the shell; it removes nothing. A second call does nothing.
+
+        Folders that were guarded are nobody's any more.
+        """
+        for lock, file in self._locks.items():
+            with suppress(OSError):
+                lock.unlink()
+            os.close(file)
+        self._locks = {}
         assert self._shell.stdin is not None
         if not self._shell.stdin.closed:
             self._say("done\n")
