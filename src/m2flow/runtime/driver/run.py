@@ -478,7 +478,7 @@ class Run(FlowOnLanes):
             pool.receive(0.1)
         try:
             states = saved.states()
-            if not any(answer.result().raised for answer in dropped):
+            if not any(answer.result(timeout=0).raised for answer in dropped):
                 recovery.take_over(states)
         except Exception:  # noqa: BLE001 - whatever it is, there is the last snapshot
             return
