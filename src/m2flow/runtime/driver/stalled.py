@@ -52,11 +52,11 @@ def explain(error: RunFailed, pool: LanePool) -> None:
 def accounts(pool: LanePool) -> list[str]:
     """An account of each lane of a pool, for people."""
     found: dict[int, str] = {}
-    elsewhere: dict[str, list[_Spot]] = {}
-    here: list[_Spot] = []
+    elsewhere: dict[str, list[_LaneHere]] = {}
+    here: list[_LaneHere] = []
     for lane, address in pool.addresses.items():
         (position,) = pool.positions([lane])
-        spot = _Spot(lane, position, address.process_id)
+        spot = _LaneHere(lane, position, address.process_id)
         (here if pool.is_here(lane) else elsewhere.setdefault(address.node, [])).append(spot)
     asked = {node: _ask(node, str(pool.folder), spots) for node, spots in elsewhere.items()}
     found |= accounts_here(str(pool.folder), here, pool.logs)
@@ -71,7 +71,7 @@ def accounts(pool: LanePool) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spot:
+class _LaneHere:
     """A lane, its position in the pool, and its process."""
 
     lane: int
@@ -82,14 +82,16 @@ class _Spot:
         return f"Lane {self.lane}, process {self.process}:"
 
 
-def _ask(node: str, folder: str, spots: Sequence[_Spot]) -> Any:
+def _ask(node: str, folder: str, spots: Sequence[_LaneHere]) -> Any:
     """What will be the accounts of lanes of another machine."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     task = ray.remote(num_cpus=0, max_retries=0)(accounts_here)
     return task.options(scheduling_strategy=strategy).remote(folder, spots)
 
 
-def accounts_here(folder: str, spots: Sequence[_Spot], logs: Path | None = None) -> dict[int, str]:
+def accounts_here(
+    folder: str, spots: Sequence[_LaneHere], logs: Path | None = None
+) -> dict[int, str]:
     """Accounts of lanes of this machine, by lane.
 
     Args:

@@ -26,7 +26,7 @@ from m2flow.training.optimizer import NOT_TAKEN, NotFinite
 from m2flow.training.skipping import SKIPPED, too_many
 from m2flow.workloads.common.launching import launched, write_decision
 from m2flow.workloads.common.recipe import AUTO_MODE
-from m2flow.workloads.common.stopping import Overdue, Stopping
+from m2flow.workloads.common.stopping import StepOverdue, Stopping
 from m2flow.workloads.common.workload import Experiment
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class Training:
                     if held_out is not None and (last or done % recipe.evaluation.every == 0):
                         figures |= self._evaluation(run, done, held_out)
                     log.add(done, figures)
-            except Overdue:
+            except StepOverdue:
                 if done == pause:
                     log.add(done, figures)
                 if done > self._saved and run.give_up(GIVE_UP_SECONDS):

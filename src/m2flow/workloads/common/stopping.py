@@ -23,7 +23,7 @@ HEED_SECONDS = 3.0
 """How long after the grace time a run may take to ask; one that computes itself asks late."""
 
 
-class Overdue(Stopped):
+class StepOverdue(Stopped):
     """The step at hand has outlasted its grace time, and the run has asked between two events."""
 
 
@@ -76,7 +76,7 @@ class Stopping:
         """Raise if the step at hand is to be given up; it can still be left in good order."""
         if self._overdue and self.asked is not None:
             self.step_is_over()
-            raise Overdue(self.asked)
+            raise StepOverdue(self.asked)
 
     def _is_overdue(self) -> None:
         self._overdue = True
