@@ -298,17 +298,20 @@ with LanePool(parse_lanes("cpu:1")):
 """
 
 
-def test_after_a_whole_group_was_killed_the_next_pool_clears_up(tmp_path: Path) -> None:
-    """Launcher, shell, Ray and lanes at once, as a scheduler's last kill or the kernel does it."""
+def started(folder: Path, temporary: str) -> tuple[subprocess.Popen[bytes], dict[str, str]]:
+    """A launcher with a temporary folder of its own, and its environment."""
     root = Path(__file__).resolve().parents[2]
-    temporary = tempfile.mkdtemp(prefix="m2l-")  # Ray's sockets need a short path
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     environment["TMPDIR"] = temporary
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(LAUNCHER), str(root), str(tmp_path)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(LAUNCHER), str(root), str(folder)]
+    launcher = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    return launcher, environment
+
+
+def test_after_a_whole_group_was_killed_the_next_pool_clears_up(tmp_path: Path) -> None:
+    """Launcher, shell, Ray and lanes at once, as a scheduler's last kill or the kernel does it."""
+    temporary = tempfile.mkdtemp(prefix="m2l-")  # Ray's sockets need a short path
+    launcher, environment = started(tmp_path, temporary)
     try:
         wait_for(lambda: (tmp_path / "reading").exists() or launcher.poll() is not None, 60)
         name, *_ = (tmp_path / "there").read_text().split()
@@ -343,15 +346,8 @@ def test_lanes_end_when_their_launcher_is_killed(
 
     Also where its shell is killed, and the next pool takes away what they use.
     """
-    root = Path(__file__).resolve().parents[2]
     temporary = tempfile.mkdtemp(prefix="m2l-")  # Ray cannot remove its files there
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    environment["TMPDIR"] = temporary
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(LAUNCHER), str(root), str(tmp_path)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-    )
+    launcher, _ = started(tmp_path, temporary)
     try:
         wait_for(lambda: (tmp_path / "reading").exists() or launcher.poll() is not None, 60)
         name, *processes = (tmp_path / "there").read_text().split()
