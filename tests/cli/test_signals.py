@@ -21,7 +21,7 @@ import pytest
 from m2flow.errors import Stopped
 from m2flow.observe.run_directory import read_metrics
 from m2flow.training.checkpoint import resume_point, step_of
-from m2flow.workloads.common.stopping import Stopping
+from m2flow.workloads.common.stopping import StepOverdue, Stopping
 from tests.cli.test_resume import figures
 
 M2flow = Callable[..., Any]
@@ -296,6 +296,30 @@ def test_no_step_begins_after_a_signal() -> None:
         with pytest.raises(Stopped) as caught:
             send(signal.SIGTERM)
     assert caught.value.exit_code == 129, "the first one counts"
+
+
+def test_a_step_that_ends_as_its_grace_time_does_is_not_given_up() -> None:
+    """Nor is the checkpoint after it interrupted."""
+    with Stopping(60.0) as stopping:
+        assert stopping.step_begins()
+        send(signal.SIGTERM)
+        assert stopping.step_is_over() == signal.SIGTERM
+        stopping._is_overdue()  # its timer had begun to run
+        stopping.heed()
+        assert stopping._timer is not None
+        assert stopping._timer.finished.is_set(), "no other one was started"
+
+
+def test_a_step_is_given_up_where_the_run_asks() -> None:
+    with Stopping(60.0) as stopping:
+        assert stopping.step_begins()
+        stopping.heed()
+        send(signal.SIGTERM)
+        stopping.heed()
+        stopping._is_overdue()
+        with pytest.raises(StepOverdue):
+            stopping.heed()
+        stopping.heed()
 
 
 def test_what_nohup_has_set_stays() -> None:

@@ -15,12 +15,13 @@ from m2flow.training.optimizer import NotFinite
 SKIPPED = "skipped_share"
 """The figure: 1 of a step that was left out, else 0; its mean is the share of steps."""
 
-_MOST = " (max_skipped_updates: "
+_ENDS = " (max_skipped_updates: "
+"""These words in a note end the run, and tell people which key of the recipe says so."""
 
 
 def too_many(notes: Iterable[str]) -> str:
     """Which of a step's notes says that too many steps were left out; "" where none does."""
-    return next((note for note in notes if _MOST in note), "")
+    return next((note for note in notes if _ENDS in note), "")
 
 
 class Skips:
@@ -50,7 +51,7 @@ class Skips:
             count = self._in_a_row[of]
             if count == self.most + 1:
                 times = f"{count} times in a row" if self.most else "at once"
-                self._why = f"{error}; {times}{_MOST}{self.most})"
+                self._why = f"{error}; {times}{_ENDS}{self.most})"
             return {SKIPPED: 1.0}
         self._in_a_row[of] = 0
         return {**figures, SKIPPED: 0.0}

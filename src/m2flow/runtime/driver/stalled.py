@@ -52,26 +52,26 @@ def explain(error: RunFailed, pool: LanePool) -> None:
 def accounts(pool: LanePool) -> list[str]:
     """An account of each lane of a pool, for people."""
     found: dict[int, str] = {}
-    elsewhere: dict[str, list[_LaneHere]] = {}
-    here: list[_LaneHere] = []
+    elsewhere: dict[str, list[_LaneProcessAt]] = {}
+    here: list[_LaneProcessAt] = []
     for lane, address in pool.addresses.items():
         (position,) = pool.positions([lane])
-        spot = _LaneHere(lane, position, address.process_id)
-        (here if pool.is_here(lane) else elsewhere.setdefault(address.node, [])).append(spot)
-    asked = {node: _ask(node, str(pool.folder), spots) for node, spots in elsewhere.items()}
+        one = _LaneProcessAt(lane, position, address.process_id)
+        (here if pool.is_here(lane) else elsewhere.setdefault(address.node, [])).append(one)
+    asked = {node: _ask(node, str(pool.folder), lanes) for node, lanes in elsewhere.items()}
     found |= accounts_here(str(pool.folder), here, pool.logs)
     deadline = time.monotonic() + ELSEWHERE_SECONDS
-    for node, spots in elsewhere.items():
+    for node, lanes in elsewhere.items():
         try:
             found |= ray.get(asked[node], timeout=max(0.1, deadline - time.monotonic()))
         except RayError as error:  # also if it takes too long
             first_line, *_ = str(error).splitlines() or [type(error).__name__]
-            found |= {one.lane: f"{one}\n  its machine has not told: {first_line}" for one in spots}
+            found |= {one.lane: f"{one}\n  its machine has not told: {first_line}" for one in lanes}
     return [found[lane] for lane in sorted(found)]
 
 
 @dataclass(frozen=True, slots=True)
-class _LaneHere:
+class _LaneProcessAt:
     """A lane, its position in the pool, and its process."""
 
     lane: int
@@ -82,31 +82,31 @@ class _LaneHere:
         return f"Lane {self.lane}, process {self.process}:"
 
 
-def _ask(node: str, folder: str, spots: Sequence[_LaneHere]) -> Any:
+def _ask(node: str, folder: str, lanes: Sequence[_LaneProcessAt]) -> Any:
     """What will be the accounts of lanes of another machine."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     task = ray.remote(num_cpus=0, max_retries=0)(accounts_here)
-    return task.options(scheduling_strategy=strategy).remote(folder, spots)
+    return task.options(scheduling_strategy=strategy).remote(folder, lanes)
 
 
 def accounts_here(
-    folder: str, spots: Sequence[_LaneHere], logs: Path | None = None
+    folder: str, lanes: Sequence[_LaneProcessAt], logs: Path | None = None
 ) -> dict[int, str]:
     """Accounts of lanes of this machine, by lane.
 
     Args:
         folder: of the pool's files here.
-        spots: which.
+        lanes: which.
         logs: where Ray keeps what they print, if it is known.
     """
-    files = {one: Path(folder) / STACKS.format(one.position) for one in spots}
+    files = {one: Path(folder) / STACKS.format(one.position) for one in lanes}
     before = {one: file.stat().st_size for one, file in files.items() if file.is_file()}
     for one in before:
         with suppress(ProcessLookupError):
             os.kill(one.process, SIGNAL)
     _wait_for({files[one]: size for one, size in before.items()})
     found = {}
-    for one in spots:
+    for one in lanes:
         lines = [str(one)]
         if one not in before:
             lines.append("  it shares its process, which writes no stacks")

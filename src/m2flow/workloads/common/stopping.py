@@ -79,6 +79,8 @@ class Stopping:
             raise StepOverdue(self.asked)
 
     def _is_overdue(self) -> None:
+        if not self._in_step:  # it has ended just now
+            return
         self._overdue = True
         self._after(HEED_SECONDS, os.kill, os.getpid(), self.asked)
 
