@@ -74,7 +74,8 @@ MEANING = {
     "minibatches": "optimizer steps in a training step; samples are assigned by their index",
     "max_staleness": "how many versions the weights that generate may lag behind; 0 is on-policy",
     "load_deadline_seconds": "longest that a lane may take to load one worker",
-    "lane_restarts": "how often a lane whose process has ended is started again; 0: the run ends",
+    "lane_restarts": "how often a lane whose process has ended is started again with fewer than "
+    "ten steps in between; 0: the run ends",
     "elastic": "whether the run goes on without a lane that cannot be started again, and takes it "
     "in again when it can be had ([how](../how-to/resume.md#lanes-that-do-not-come-back))",
     "spare_lanes": "processes that wait on each machine, with their imports done, to be a lane of "

@@ -16,7 +16,7 @@ from m2flow.plan import build_plan
 from m2flow.runtime.driver.elastic import ElasticPlan
 from m2flow.runtime.driver.mending import Mender, _Coming
 from m2flow.runtime.driver.methods import STEP, Methods
-from m2flow.runtime.driver.supervision import LOOK_SECONDS, NO_MACHINE, Supervision
+from m2flow.runtime.driver.supervision import LOOK_SECONDS, NO_MACHINE, TRIED_STEPS, Supervision
 from tests.plan.small_graphs import GRPO
 
 LANES = tuple(LaneSpec(number) for number in range(4))
@@ -143,6 +143,9 @@ class Pool:
         if len(lanes) == len(self.lanes):
             self.world = ()
 
+    def is_here(self, lane: int) -> bool:
+        return lane not in self.missing
+
     def give_up(self, lanes: Any) -> None:
         self.missing |= {lane: self.lost.pop(lane) for lane in lanes}
         self.lanes = tuple(lane for lane in self.lanes if lane.id not in lanes)
@@ -179,6 +182,24 @@ def test_a_lane_is_started_again_so_often() -> None:
     assert pool.missing.keys() == {1}
     watch.bring_back(())
     assert len(pool.calls) == 2, "nothing is left to be started"
+
+
+def test_a_start_is_forgotten_after_so_many_steps_with_the_lane() -> None:
+    """A lane lost once a week ended a run of a month, which had got on well each time."""
+    pool = Pool()
+    watch = Supervision(cast("Any", pool), 2, None, Clock())
+    for _ in range(5):
+        watch.count(pool.lose(1))
+        watch.bring_back(())
+        for _ in range(TRIED_STEPS):
+            watch.step_is_over()
+    for last in range(3):
+        assert watch.may_begin(1, f"killed {last}") == (last < 2)
+        watch.is_back(1)
+        for _ in range(TRIED_STEPS - 1):
+            watch.step_is_over()
+    with pytest.raises(RunFailed, match=r"lane 1 was lost: killed 0\n.*fewer than 10 steps"):
+        watch.count(pool.lose(1))
 
 
 def test_lanes_with_process_groups_are_all_started_again_without_the_one_that_is_lost() -> None:

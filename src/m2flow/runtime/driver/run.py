@@ -153,6 +153,8 @@ class Run(FlowOnLanes):
             if self.pilot is not None and not disturbed and not result.recalled:
                 self.pilot.note(result, self.plan)
             self._recovery.gave(result.step)
+            if self._supervision is not None:
+                self._supervision.step_is_over()
             self._look_for_snapshot()
             yield result
 

@@ -24,6 +24,9 @@ from m2flow.runtime.driver.recovery import LaneLoss, LaneReturn
 LOOK_SECONDS = 20.0
 """How often an elastic run looks whether lanes that it has given up can be had again."""
 
+TRIED_STEPS = 10
+"""After so many steps with a lane that was started again, that start no longer counts."""
+
 NO_MACHINE = "its machine is gone"
 
 
@@ -32,7 +35,8 @@ class Supervision:
 
     Args:
         pool: the lanes.
-        restarts: how often each lane may be started again. One whose machine was gone costs none.
+        restarts: how often each lane may be started again with fewer than `TRIED_STEPS` steps in
+            between. One whose machine was gone costs none.
         elastic: makes the plan for other lanes; None where a lane that cannot be started again ends
             the run.
         clock: seconds.
@@ -47,6 +51,7 @@ class Supervision:
     ) -> None:
         self._pool, self._most, self._elastic, self._clock = pool, restarts, elastic, clock
         self._begun: Counter[int] = Counter()
+        self._steps: Counter[int] = Counter()  # since a lane was last started again
         self._coming: set[int] = set()
         self._ended: set[int] = set()  # for the sake of others, and not up again
         self._first: dict[int, str] = {}
@@ -64,6 +69,7 @@ class Supervision:
         """Count a start of a lane that is lost, if it may be started again."""
         self._first.setdefault(lane, reason)
         self._coming.discard(lane)
+        self._steps[lane] = 0
         gone = not self._pool.is_here(lane) and self._pool.processes.without_machine([lane])
         if gone or self._begun[lane] >= self._most:
             return False
@@ -74,6 +80,14 @@ class Supervision:
     def is_back(self, lane: int) -> None:
         """A lane whose start was counted is up, with its workers."""
         self._coming.discard(lane)
+
+    def step_is_over(self) -> None:
+        """Forget the starts of lanes that have lasted for `TRIED_STEPS` steps since."""
+        there = {lane.id for lane in self._pool.lanes} - self._pool.lost.keys() - self._coming
+        for lane in there & self._first.keys():
+            self._steps[lane] += 1
+            if self._steps[lane] >= TRIED_STEPS:
+                del self._first[lane], self._begun[lane], self._steps[lane]
 
     def count(self, error: RunFailed) -> None:
         """Count the lanes that are lost; those that may not be started again are given up.
@@ -89,6 +103,7 @@ class Supervision:
             hopeless = dict.fromkeys(self._pool.processes.without_machine(lost), NO_MACHINE)
         for lane, (reason, _) in lost.items():
             self._first.setdefault(lane, reason)
+            self._steps[lane] = 0
             if lane in hopeless or lane in self._coming | self._ended:
                 continue
             if self._begun[lane] < self._most:
@@ -106,7 +121,10 @@ class Supervision:
     def _used_up(self) -> str:
         if not self._most:
             return "it is not to be started again (`lane_restarts: 0`)"
-        return f"it was started again {self._most} times, which is the most (`lane_restarts`)"
+        return (
+            f"it was started again {self._most} times, which is the most (`lane_restarts`) with "
+            f"fewer than {TRIED_STEPS} steps in between"
+        )
 
     def bring_back(self, busy: Collection[int]) -> None:
         """Start lanes that are lost again, and busy ones; all of them, if they have process groups.
