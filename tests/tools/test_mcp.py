@@ -19,9 +19,7 @@ ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 @pytest.fixture(scope="module")
 def toolbox() -> Iterator[Toolbox]:
-    box = Toolbox(
-        make_tools([("mcp", {"command": SERVER, "env": ENVIRONMENT})]), seconds=3.0, concurrency=3
-    )
+    box = Toolbox(make_tools([("mcp", {"command": SERVER, "env": ENVIRONMENT})]), concurrency=3)
     yield box
     box.close()
 
