@@ -7,11 +7,12 @@ import math
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from m2flow.errors import UserError
 from m2flow.rewards import addition_reward, batched, gym_reward, math_reward
@@ -314,6 +315,50 @@ def test_a_reward_that_is_no_number_is_not_trained_on(value: float) -> None:
     found = weighted_sum([WeightedReward(lambda *_: value)], JUDGED)
     assert found.rewards == [0.0, 0.0]
     assert f"gave {value}, no number" in found.failures[0]
+
+
+class Unprintable:
+    """No number, and nothing that could be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("cannot be shown")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (10**400, "gave 1000"),
+        (10**5000, "gave a value of type int, no number"),
+        (torch.tensor([1.0, 2.0]), "gave tensor([1., 2.]), no number"),
+        (Unprintable(), "gave a value of type Unprintable, no number"),
+    ],
+    ids=["large", "long", "tensor", "unprintable"],
+)
+def test_what_float_refuses_costs_the_sample_and_not_the_run(value: Any, why: str) -> None:
+    """`float` raises an OverflowError or a RuntimeError of these, which ended the run."""
+    found = weighted_sum([WeightedReward(lambda *_: value)], JUDGED)
+    assert found.rewards == [0.0, 0.0]
+    assert why in found.failures[0]
+
+
+def test_a_generator_of_rewards_that_raises_costs_its_samples() -> None:
+    @batched
+    def some(*columns: Any) -> Iterator[float]:
+        yield 1.0
+        raise KeyError("level")
+
+    found = weighted_sum([WeightedReward(some)], JUDGED)
+    assert found.rewards == [0.0, 0.0]
+    assert "raised KeyError: 'level'" in found.failures[0]
+
+
+@pytest.mark.parametrize(("value", "weight"), [(1e300, 1.0), (1e30, -1e30)])
+def test_a_reward_beyond_float32_is_not_trained_on(value: float, weight: float) -> None:
+    """The deviation of its group was infinite, and all advantages 0 without a word."""
+    small = WeightedReward(lambda *_: 1.0)
+    found = weighted_sum([small, WeightedReward(lambda *_: value, weight)], JUDGED)
+    assert found.rewards == [0.0, 0.0]
+    assert f"makes it {value * weight:g}, which float32 cannot hold" in found.failures[0]
 
 
 def test_a_gym_scorer_s_exception_is_no_reward_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,9 @@ class BatchReward(Protocol):
         """The rewards of the completions, in their order."""
 
 
+LARGEST = 3.4028234663852886e38
+"""The largest float32: what advantages, which learners take as float32, are computed from."""
+
 TIMEOUTS_IN_A_ROW = 3
 """After so many calls in a row without an answer the others of the batch are not made: what they
 wait for is down, and the stage would come to its own deadline."""
@@ -188,8 +191,9 @@ def weighted_sum(parts: Sequence[WeightedReward], judged: Judged) -> Scores:
     """The sum of the parts' weighted rewards, for each completion.
 
     A function that raises, takes longer than its deadline or gives no finite number fails for its
-    completion alone; one that judges several at once fails for all of them. One that has taken
-    too long `TIMEOUTS_IN_A_ROW` times fails for all completions that are left.
+    completion alone, and so does one that takes the sum beyond `LARGEST`; one that judges several
+    at once fails for all of them. One that has taken too long `TIMEOUTS_IN_A_ROW` times fails for
+    all completions that are left.
 
     Raises:
         UserError: a function cannot be imported.
@@ -197,13 +201,14 @@ def weighted_sum(parts: Sequence[WeightedReward], judged: Judged) -> Scores:
     totals, failures = [0.0] * len(judged.items), [""] * len(judged.items)
     for part in parts:
         for number, value in enumerate(_values(part, judged)):
-            if isinstance(value, float) and math.isfinite(value):
-                totals[number] += part.weight * value
+            if isinstance(value, RewardFailure):
+                why = value.why
             else:
-                why = (
-                    value.why if isinstance(value, RewardFailure) else f"gave {value!r}, no number"
-                )
-                failures[number] = failures[number] or f"reward {part.name} {why}"
+                totals[number] += part.weight * value
+                if abs(totals[number]) <= LARGEST:
+                    continue
+                why = f"makes it {totals[number]:g}, which float32 cannot hold"
+            failures[number] = failures[number] or f"reward {part.name} {why}"
     rewards = [0.0 if why else total for total, why in zip(totals, failures, strict=True)]
     return Scores(rewards, failures)
 
@@ -215,8 +220,8 @@ class RewardFailure:
     why: str
 
 
-def _values(part: WeightedReward, judged: Judged) -> list[Any]:
-    """Of each completion a number, or what else came instead of one."""
+def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]:
+    """Of each completion a finite number, or why there is none."""
     function: Any = part.load()
     columns = (judged.prompts, judged.completions, judged.completion_ids, judged.rows)
     rows = list(zip(*columns, strict=True))
@@ -229,7 +234,9 @@ def _values(part: WeightedReward, judged: Judged) -> list[Any]:
         try:
             values = list(found)
         except TypeError:
-            return [RewardFailure(f"gave {found!r}, no list of rewards")] * len(rows)
+            return [RewardFailure(f"gave {_shown(found)}, no list of rewards")] * len(rows)
+        except Exception as error:  # noqa: BLE001, such as what a generator raises
+            return [_raised(error)] * len(rows)
         if len(values) != len(rows):
             wrong = RewardFailure(f"gave {len(values)} rewards for {len(rows)} samples")
             return [wrong] * len(rows)
@@ -248,11 +255,21 @@ def _values(part: WeightedReward, judged: Judged) -> list[Any]:
     return [_number(value) for value in _called(function, rows, part.deadline_seconds)]
 
 
-def _number(value: Any) -> Any:
-    try:
-        return value if isinstance(value, RewardFailure) else float(value)
-    except (TypeError, ValueError):
+def _number(value: Any) -> float | RewardFailure:
+    if isinstance(value, RewardFailure):
         return value
+    try:
+        number = float(value)
+    except Exception:  # noqa: BLE001, a tensor of two elements raises a RuntimeError
+        number = math.nan
+    return number if math.isfinite(number) else RewardFailure(f"gave {_shown(value)}, no number")
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001, such as an integer of too many digits
+        return f"a value of type {type(value).__name__}"
 
 
 def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
