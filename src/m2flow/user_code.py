@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from m2flow.errors import UserError, suggestion
+from m2flow.errors import UserError, nearest, suggestion
 
 FUNCTION = "module:function"
 
@@ -33,15 +33,20 @@ def user_module(name: str) -> ModuleType | None:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         return None
+    except SystemExit as error:  # of a script, which would end the command with its own exit code
+        raise ImportError(f"it calls exit({error.code}) where it is imported") from error
 
 
-def user_function(path: str, key: str, expected: str = FUNCTION) -> Callable[..., Any]:
+def user_function(
+    path: str, key: str, expected: str = FUNCTION, names: Iterable[str] = ()
+) -> Callable[..., Any]:
     """The function of a dotted path.
 
     Args:
         path: `module:function`.
         key: of the recipe, for errors.
         expected: what the key takes, for errors.
+        names: that the key takes as well, for errors.
 
     Raises:
         UserError: there is no such module or function, or the module cannot be imported.
@@ -52,7 +57,9 @@ def user_function(path: str, key: str, expected: str = FUNCTION) -> Callable[...
 
     module_name, _, name = path.partition(":")
     if not (module_name and name):
-        raise refused("names no function")
+        with_colon = [":".join(path.rsplit(".", 1))] if "." in path else []
+        close = nearest(path, [*names, *with_colon])
+        raise refused("names no function", f"did you mean {close!r}?" if close else None)
     try:
         module = user_module(module_name)
     except Exception as error:

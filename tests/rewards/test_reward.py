@@ -115,6 +115,7 @@ number = 3
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "rewards_of_a_user.py").write_text(MODULE)
     (tmp_path / "rewards_that_break.py").write_text("import no_such_package\n")
+    (tmp_path / "rewards_that_leave.py").write_text("raise SystemExit(0)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return str(tmp_path)
@@ -164,6 +165,9 @@ def test_each_is_usable_alone() -> None:
     [
         ("nothing", ["names no function", "module:function, or addition, code, format, gym, math"]),
         ("rewards_of_a_user", ["names no function"]),
+        ("rewards_of_a_user.fields", ["did you mean 'rewards_of_a_user:fields'?"]),
+        ("mathh", ["names no function", "did you mean 'math'?"]),
+        ("rewards_that_leave:fn", ["cannot be imported", "it calls exit(0) where it is imported"]),
         ("no_such_module:fn", ["there is no module no_such_module"]),
         ("rewards_that_break:fn", ["cannot be imported", "no_such_package"]),
         ("rewards_of_a_user:field", ["has no field", "did you mean 'fields'?"]),

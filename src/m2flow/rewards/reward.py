@@ -130,7 +130,7 @@ class WeightedReward:
             return self.function
         path = SHORT_NAMES.get(self.function, self.function)
         expected = f"{FUNCTION}, or {', '.join(SHORT_NAMES)}; {_SIGNATURE}"
-        function = user_function(path, "reward", expected)
+        function = user_function(path, "reward", expected, SHORT_NAMES)
         if not _takes_four(function):
             raise UserError(
                 f"{path.partition(':')[2]}{inspect.signature(function)} does not take four "
