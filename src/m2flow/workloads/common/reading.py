@@ -202,6 +202,22 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
     data[name] = value
 
 
+_TYPES = {
+    "dict_type": "a table of keys",
+    "list_type": "a list, in brackets",
+    "model_type": "a table of keys",
+    "tuple_type": "a list, in brackets",
+}
+"""What pydantic calls by the types of Python, in words of YAML."""
+
+
+def what_was_expected(error: ValidationError) -> str:
+    """Say what would have been right in place of the first thing that pydantic found."""
+    first = error.errors()[0]
+    said = re.sub(r"^(Input should be|Value error,|\w+ should have) ", "", first["msg"])
+    return _TYPES.get(first["type"], re.sub(" after validation, not .*", "", said))
+
+
 def _one_line(model: type[Recipe], error: ValidationError) -> UserError:
     """The first thing that pydantic found, in our words."""
     first = error.errors()[0]
@@ -211,7 +227,9 @@ def _one_line(model: type[Recipe], error: ValidationError) -> UserError:
         return UserError("unknown key", key=key, hint=_near_key(model, path))
     if isinstance(cause := context.get("error"), UserError):
         return cause
-    expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return UserError("is missing", key=key, value=first["input"] or None)
+    expected = what_was_expected(error)
     valid = re.findall(r"'([^']*)'", expected) if first["type"] == "literal_error" else []
     close = nearest(str(first.get("input")), valid)
     return UserError(
