@@ -412,6 +412,10 @@ def test_a_model_that_cannot_judge_is_refused_before_the_run(
             {"judge": {"path": judge, "chat_options": {"enable_thinking": False}}},
             r"^judge\.chat_options: ",
         ),
+        (
+            {"judge": {"path": judge, "max_new_tokens": 100_000}},
+            r"^judge\.max_new_tokens: leaves no room .*less than max_position_embeddings = ",
+        ),
     ):
         with pytest.raises(UserError, match=said) as caught:
             ReasoningExperiment(tiny_recipe(**words), warmed)

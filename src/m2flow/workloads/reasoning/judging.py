@@ -10,6 +10,7 @@ from m2flow.models.causal_lm import load_tokenizer
 from m2flow.models.classifier import Conversations, check_head, label_index
 from m2flow.models.folder import checked_folder
 from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.encoding import context_of
 from m2flow.workloads.reasoning.workers.judge_model import judge_chat
 
 
@@ -31,6 +32,14 @@ def check_judging_models(recipe: ReasoningRecipe) -> None:
             checked_folder(judge.path)
             tokenizer = load_tokenizer(judge.path)
         judge_chat(tokenizer, judge)
+        context = context_of(judge.path)
+        if context is not None and judge.max_new_tokens >= context:
+            raise UserError(
+                "leaves no room for a question in the judge's context",
+                key="judge.max_new_tokens",
+                value=judge.max_new_tokens,
+                expected=f"less than max_position_embeddings = {context} of its config.json",
+            )
 
 
 @contextmanager
