@@ -189,6 +189,20 @@ class TestJsonl:
         assert "dropped 4" in caplog.text
         assert not {"7", "8", "9", "10"} & {task.train(index).answer for index in range(12)}
 
+    def test_conversations_that_end_alike_are_other_questions(self, tmp_path: Path) -> None:
+        """All of them were dropped as repeats of the held-out ones."""
+        path = tmp_path / "rows.jsonl"
+        turns = [
+            [
+                {"role": "user", "content": f"{number}+1?"},
+                {"role": "assistant", "content": "Shall I think first?"},
+                {"role": "user", "content": "Yes."},
+            ]
+            for number in (1, 2, 3, 4, 4)
+        ]
+        path.write_text("\n".join(json.dumps({"prompt": one, "answer": "5"}) for one in turns))
+        assert Jsonl(path=path, held_out_rows=1).num_train == 3
+
     def test_a_second_file_is_held_out(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -297,3 +311,25 @@ class TestRegistry:
             make_task("addition", max_digit=3)
         with pytest.raises(UserError, match=r"data\.path.*needs it"):
             make_task("jsonl")
+        with pytest.raises(UserError, match=r"rows: .* no such option; valid names: held_out_rows"):
+            make_task("jsonl", rows=3)
+
+    @pytest.mark.parametrize(
+        ("task", "option", "value", "expected"),
+        [
+            ("addition", "min_digits", "two", "a valid integer"),
+            ("addition", "min_digits", 1.5, "a valid integer"),
+            ("addition", "min_digits", True, "a valid integer"),
+            ("addition", "thinking_share", "half", "a valid number"),
+            ("addition", "equal_lengths", "maybe", "a valid boolean"),
+            ("jsonl", "held_out_rows", "ten", "a valid integer"),
+        ],
+    )
+    def test_an_option_of_another_type_is_refused_by_its_name(
+        self, tmp_path: Path, task: str, option: str, value: object, expected: str
+    ) -> None:
+        """1.5 ended in a traceback, and any text was as good as true."""
+        path = {"path": write_rows(tmp_path / "rows.jsonl", 10)} if task == "jsonl" else {}
+        said = rf"^data\.options\.{option}: is wrong \(got {value!r}\); expected {expected}$"
+        with pytest.raises(UserError, match=said):
+            make_task(task, **path, **{option: value})

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import typing
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from pydantic import TypeAdapter, ValidationError
+
 from m2flow.errors import UserError, suggestion
+from m2flow.workloads.common.reading import what_was_expected
+from m2flow.workloads.reasoning.config import KEYS_OF_TASKS
 from m2flow.workloads.reasoning.tasks.problem import DemonstratedTask, Problem, Task
 
 __all__ = [
@@ -48,19 +53,30 @@ def make_task(name: str, table: Table = TASKS, /, **settings: Any) -> Task:
         settings: keyword arguments of the task's class, such as `seed` or `path`.
 
     Raises:
-        UserError: unknown or missing setting, or what the task itself refuses; in the
-            words of a recipe.
+        UserError: unknown or missing setting, one of another type than the class declares, or what
+            the task itself refuses; in the words of a recipe.
     """
     module, attribute, _ = table[name]
     task_class = getattr(importlib.import_module(module), attribute)
     parameters = inspect.signature(task_class).parameters
-    for key in settings:
+    types = typing.get_type_hints(task_class.__init__)
+    for key, value in settings.items():
         if key not in parameters:
+            options = [key for key in parameters if key not in KEYS_OF_TASKS and key != "seed"]
             raise UserError(
                 f"the {name} task has no such option",
                 key=f"data.options.{key}",
-                hint=suggestion(key, parameters),
+                hint=suggestion(key, options),
             )
+        try:
+            TypeAdapter(types.get(key, Any)).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise UserError(
+                "is wrong",
+                key=f"data.options.{key}",
+                value=value,
+                expected=what_was_expected(error),
+            ) from None
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in settings:
             raise UserError(f"the {name} task needs it", key=f"data.{key}")

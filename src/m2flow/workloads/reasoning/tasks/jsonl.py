@@ -71,8 +71,8 @@ class Jsonl:
             held_out = read(eval_path)
         else:
             problems, held_out = _split(problems, held_out_rows, path)
-        held_out_prompts = {problem.prompt for problem in held_out}
-        fresh = [problem for problem in problems if problem.prompt not in held_out_prompts]
+        asked = {_question(problem) for problem in held_out}
+        fresh = [problem for problem in problems if _question(problem) not in asked]
         num_shared = len(problems) - len(fresh)
         if num_shared and eval_path is not None:
             # The user named both files: what to make of the overlap is the user's choice.
@@ -114,6 +114,11 @@ class Jsonl:
     def held_out(self, count: int) -> list[Problem]:
         """The first `count` held-out rows, in file order; all of them where there are fewer."""
         return self._held_out[:count]
+
+
+def _question(problem: Problem) -> tuple[object, ...]:
+    """What is asked, with the turns before it: the last turn alone may be the same in all rows."""
+    return problem.prompt, *((turn["role"], turn["content"]) for turn in problem.before)
 
 
 def _split(
