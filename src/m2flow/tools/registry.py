@@ -65,11 +65,16 @@ def _made(name: str, options: Mapping[str, Any]) -> list[Tool]:
         return [_function(name, options)]
     module, attribute = _OWN[name]
     make: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    signature = inspect.signature(make)
     try:
+        signature.bind(**options)
         made = make(**options)
     except TypeError as error:
         raise UserError(
-            f"cannot use these options: {error}", key=f"tools.{name}", value=dict(options)
+            f"cannot use these options: {error}",
+            key=f"tools.{name}",
+            value=dict(options),
+            expected=f"options: {', '.join(signature.parameters) or 'none'}",
         ) from None
     return made if isinstance(made, list) else [made]
 
