@@ -120,22 +120,23 @@ class WeightedReward:
             return self.function
         return getattr(self.function, "__qualname__", type(self.function).__name__)
 
-    def load(self) -> Reward | BatchReward:
+    def load(self, key: str = "reward") -> Reward | BatchReward:
         """Import the function.
 
         Raises:
-            UserError: there is no such module or function, or it cannot work here.
+            UserError: under the name `key`, there is no such module or function, or it cannot work
+                here.
         """
         if not isinstance(self.function, str):
             return self.function
         path = SHORT_NAMES.get(self.function, self.function)
         expected = f"{FUNCTION}, or {', '.join(SHORT_NAMES)}; {_SIGNATURE}"
-        function = user_function(path, "reward", expected, SHORT_NAMES)
+        function = user_function(path, key, expected, SHORT_NAMES)
         if not _takes_four(function):
             raise UserError(
                 f"{path.partition(':')[2]}{inspect.signature(function)} does not take four "
                 "arguments",
-                key="reward",
+                key=key,
                 value=self.name,
                 expected=_SIGNATURE,
             )

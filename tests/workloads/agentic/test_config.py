@@ -38,7 +38,7 @@ CALCULATOR = RECIPES / "agentic-calculator.yaml"
             r"further_draws: is for answers of one",
         ),
         ("judge.path=x", r"judge\.path: is for answers of one turn"),
-        ("turn_reward=nobody:knows", "there is no module nobody"),
+        ("turn_reward=nobody:knows", "turn_reward: there is no module nobody"),
         ("data.task=addition", r"data\.task"),
         ("data.options={tool_share: 2}", r"data\.options\.tool_share: must be a share"),
         ("episode.max_turn=2", r"episode\.max_turn: unknown key.*max_turns"),

@@ -55,7 +55,7 @@ class AgenticExperiment(ReasoningExperiment):
         else:
             user_function(recipe.agent.function, "agent.function")
             episode = episode.model_copy(update={"dialect": "chat"})
-        self.turn_rewards = loaded(recipe.turn_reward or ())
+        self.turn_rewards = loaded(recipe.turn_reward or (), "turn_reward")
         super().__init__(recipe, model)
         dialect_of(self._starting_tokenizer(), episode, self.tools)  # refuses what it cannot write
 

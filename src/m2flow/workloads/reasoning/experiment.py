@@ -151,15 +151,15 @@ def rewards_of(recipe: ReasoningRecipe, table: Table = TASKS) -> tuple[WeightedR
     return loaded(recipe.reward)
 
 
-def loaded(parts: Sequence[RewardPart]) -> tuple[WeightedReward, ...]:
-    """The functions that parts of a recipe name.
+def loaded(parts: Sequence[RewardPart], key: str = "reward") -> tuple[WeightedReward, ...]:
+    """The functions that parts of a recipe name, under this key.
 
     Raises:
         UserError: a function cannot be imported.
     """
     found = tuple(WeightedReward(**part.model_dump()) for part in parts)
     for reward in found:
-        reward.load()
+        reward.load(key)
     return found
 
 
