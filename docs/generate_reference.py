@@ -359,7 +359,7 @@ AGENTIC = {
     "episode.dialect": "how calls are written: `chat`, as JSON in `<tool_call>` tags, and answers "
     "as turns of the chat template; `tags`, between two texts; `auto`: `chat` where the model's "
     "tokenizer has a template",
-    "episode.call": "`tags`: what stands before and behind a call; the latter is one token",
+    "episode.call": "`tags`: what stands before and behind a call",
     "episode.result": "`tags`: what stands before and behind an answer",
     "episode.credit": "whether all turns are credited with the whole trajectory, or each with what "
     "follows it (`turn_reward`)",
