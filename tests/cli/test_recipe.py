@@ -69,6 +69,11 @@ Refused = Callable[..., str]
             ["generation.stop.0: is wrong (got ''); expected at least 1 character"],
         ),
         ("reward=[{weight: 2}]", ["reward.0.function: is missing (got {'weight': 2})"]),
+        (
+            "data={task: gym, dataset: {a: 1, b: 0}}",
+            ["data.dataset.b: is no share of the problems (got 0); expected a whole number"],
+        ),
+        ("data={task: gym, dataset: [a]}", ["data.dataset: is wrong (got ['a'])", "a table of"]),
         ("layouts=fsdp2", ["layouts", "'fsdp2'", "expected a table of keys"]),
         ("samples_per_prompt=1", ["samples_per_prompt", "grpo", "got 1", "at least 2"]),
         (

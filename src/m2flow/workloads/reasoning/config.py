@@ -119,6 +119,26 @@ class CurriculumPart(Section):
         return self
 
 
+def _name_or_shares(value: object) -> object:
+    if isinstance(value, dict):
+        for name, share in value.items():
+            if type(share) is not int or share < 1:
+                raise UserError(
+                    "is no share of the problems",
+                    key=f"data.dataset.{name}",
+                    value=share,
+                    expected="a whole number of at least 1",
+                )
+    elif not isinstance(value, str | None):
+        raise UserError(
+            "is wrong",
+            key="data.dataset",
+            value=value,
+            expected="a data set of reasoning-gym, or a table of names with their shares",
+        )
+    return value
+
+
 class DataSection(Section):
     """The problems. `task` is addition, jsonl or gym.
 
@@ -136,7 +156,7 @@ class DataSection(Section):
     question_column: str | None = None
     answer_column: str | None = None
     template: str | None = None
-    dataset: str | dict[str, Count] | None = None
+    dataset: Annotated[str | dict[str, Count] | None, BeforeValidator(_name_or_shares)] = None
     max_prompt_tokens: Count | None = None
     chat: Flag | None = None
     system_prompt: str | None = None
