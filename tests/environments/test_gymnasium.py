@@ -196,6 +196,16 @@ def test_a_choice_begins_where_the_space_does():
     assert environment._made.action == 7
 
 
+def test_actions_in_whole_numbers_are_the_nearest_ones():
+    environment = GymnasiumEnvironment.of_class(
+        "mine:Everything", Everything, action=spaces.Box(-1, 3, (3,), np.int64)
+    )
+    environment.reset(0, None)
+    environment.step(np.array([2.9, -0.9, 0.4], np.float32))
+    assert environment._made.action.tolist() == [3, -1, 0]
+    assert environment._made.action.dtype == np.int64
+
+
 def test_unknown_ids_name_the_nearest():
     with pytest.raises(UserError, match="did you mean 'CartPole-v1'"):
         make_environments("gymnasium:CartPol-v1", 1)

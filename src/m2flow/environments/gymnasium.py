@@ -92,6 +92,7 @@ class GymnasiumEnvironment(Environment):
         self._shades = deque[Array](maxlen=self._span)
         self._see = _observer(made.observation_space)
         self._space = made.action_space
+        self._whole = np.issubdtype(made.action_space.dtype, np.integer)
         self._last: Any = None
         limit = getattr(made.spec, "max_episode_steps", None) if made.spec else None
         parts = (
@@ -121,6 +122,8 @@ class GymnasiumEnvironment(Environment):
         else:
             low, high = space.low, space.high  # by two calls, which `np.clip` wraps in many
             taken = np.minimum(np.maximum(action.reshape(space.shape), low), high)
+            if self._whole:
+                taken = np.rint(taken)
             taken = taken.astype(space.dtype)
         self._last, reward, terminated, truncated, info = self._made.step(taken)
         self._unseen, self.info = True, info
