@@ -132,12 +132,13 @@ def test_a_killed_process_costs_its_episodes_and_no_other(tmp_path, ended_by):
         vector.close()
 
 
-def test_a_simulator_that_ends_its_process_in_mid_episode(tmp_path):
+def test_a_simulator_that_ends_its_process_in_mid_episode(tmp_path, caplog):
     vector = faulty(tmp_path)
     try:
         vector.step(actions(4))
         (tmp_path / "kill").touch()
         outcome = vector.step(actions(4))
+        assert "discarded: its process has ended by signal 9" in caplog.text
         assert int(outcome.failed.sum()) == 2
         assert not outcome.reward[outcome.failed].any()
         assert not outcome.observation["state"][outcome.failed].any()

@@ -129,10 +129,21 @@ class SimulatorProcess:
         self.kill()
         self._log.close()
 
-    def tail(self) -> str:
-        """The end of what the process wrote."""
+    def lost(self, cause: str, what: str) -> Lost:
+        """That it gives no reply: what it did, in words, and the end of what it wrote."""
         self._log.seek(max(0, self._log.tell() - TAIL_CHARS))
-        return self._log.read().decode(errors="replace").strip()
+        wrote = self._log.read().decode(errors="replace").strip()
+        return Lost(cause, f"{what}; it wrote: {wrote}" if wrote else what)
+
+    def ending(self, seconds: float = 1.0) -> str:
+        """How the process has ended that closed its connection."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it closed no more than that
+            self._process.wait(seconds)
+        code = self._process.returncode
+        if code is None:
+            return "its process has closed its connection"
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return f"its process has ended {how}"
 
     def shorten_log(self) -> None:
         """Forget what it wrote, if that is much."""
@@ -168,9 +179,9 @@ def await_replies(
             try:
                 replies[process.number] = line.recv()
             except BlockingIOError:  # half a reply, and then nothing
-                replies[process.number] = Lost("hung", process.tail())
+                replies[process.number] = process.lost("hung", "it stopped in mid reply")
             except (EOFError, OSError):
-                replies[process.number] = Lost("killed", process.tail())
+                replies[process.number] = process.lost("killed", process.ending())
         now = time.monotonic()
         for line, process in list(waiting.items()):
             number = process.number
@@ -179,8 +190,7 @@ def await_replies(
                 seen[number], deadlines[number] = moved, now + seconds
             elif now >= deadlines[number]:
                 del waiting[line]
-                detail = f"no sign of life for {seconds:g} s; it wrote: {process.tail()}"
-                replies[number] = Lost("hung", detail)
+                replies[number] = process.lost("hung", f"no sign of life for {seconds:g} s")
     return replies
 
 
