@@ -17,12 +17,18 @@ class Pointing(Environment):
     Args:
         length: steps of an episode, after which it is truncated.
         falls: where the point leaves [-1, 1] the episode terminates.
+        bounded: whether the environment bounds its actions.
     """
 
-    def __init__(self, length: int = 8, falls: bool = False) -> None:
+    def __init__(self, length: int = 8, falls: bool = False, bounded: bool = True) -> None:
         self._falls = falls
+        most = 2.0 if bounded else float("inf")
         self.spec = EnvironmentSpec(
-            "pointing", 1, (ObservationSpec("state", (2,)),), ActionSpec(1, (-2.0,), (2.0,)), length
+            "pointing",
+            1,
+            (ObservationSpec("state", (2,)),),
+            ActionSpec(1, (-most,), (most,)),
+            length,
         )
 
     def reset(self, seed: int, initial_state: int | None) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import m2flow
 from m2flow.algorithms.sampling import derive_seed
+from m2flow.errors import UserError
 from m2flow.flow import Place
 from m2flow.training.optimizer import SumOptimizer
 from m2flow.training.skipping import too_many
@@ -54,6 +55,12 @@ def importable() -> Iterator[None]:
 
 def recipe(**changes: Any) -> Any:
     return read_recipe({**SMALL, **changes})
+
+
+def test_actions_without_bounds_are_refused() -> None:
+    environment = {"name": "pointing:Pointing", "options": {"bounded": False}}
+    with pytest.raises(UserError, match=r"policy.distribution: .* does not bound its actions"):
+        EmbodiedExperiment(recipe(environment=environment))
 
 
 def kept_rollouts(some: Any, steps: int = 1) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,5 +113,13 @@ class PolicySource:
                 key="policy.distribution",
                 value=chosen,
                 expected="categorical" if discrete else "gaussian or squashed",
+            )
+        bounds = (*self.spec.action.low, *self.spec.action.high)
+        if chosen == "squashed" and not all(map(math.isfinite, bounds)):
+            raise UserError(
+                f"{self.spec.name} does not bound its actions",
+                key="policy.distribution",
+                value=chosen,
+                expected="gaussian, with algorithm.name ppo or grpo",
             )
         return chosen
