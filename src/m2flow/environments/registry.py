@@ -120,13 +120,8 @@ def maker(name: str, options: dict[str, Any]) -> Callable[[], Environment]:
     if head not in FAMILIES:
         return _maker_of_class(name, head, task, options)
     family = FAMILIES[head]
-    if importlib.util.find_spec(family.package) is None:
-        raise UserError(
-            f"needs {family.package}, which is not installed",
-            key=KEY,
-            value=name,
-            hint=f'run: pip install "m2flow[{family.extra}]"',
-        )
+    if (missing := not_installed(name)) is not None:
+        raise missing
     module, attribute = family.adaptor
     adaptor = getattr(importlib.import_module(module), attribute)
     _check_options(name, adaptor, options)
@@ -136,6 +131,19 @@ def maker(name: str, options: dict[str, Any]) -> Callable[[], Environment]:
             f"{head} has no such task", key=KEY, value=task, hint=suggestion(task, tasks)
         )
     return lambda: adaptor(task, **options)
+
+
+def not_installed(name: str) -> UserError | None:
+    """What is to be said where the package of that environment's family is not there."""
+    family = FAMILIES.get(name.partition(":")[0])
+    if family is None or importlib.util.find_spec(family.package) is not None:
+        return None
+    return UserError(
+        f"needs {family.package}, which is not installed",
+        key=KEY,
+        value=name,
+        hint=f'run: pip install "m2flow[{family.extra}]"',
+    )
 
 
 def is_light(name: str) -> bool:

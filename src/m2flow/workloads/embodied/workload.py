@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from m2flow.errors import UserError
@@ -12,7 +13,12 @@ from m2flow.plan.profile.work import Pricer
 from m2flow.workloads.common.profile_key import digest
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.workload import Assumed, Examination
-from m2flow.workloads.embodied.config import VISION_LANGUAGE_ACTION, EmbodiedRecipe
+from m2flow.workloads.embodied.config import (
+    STATES,
+    TINY,
+    VISION_LANGUAGE_ACTION,
+    EmbodiedRecipe,
+)
 from m2flow.workloads.embodied.flow import recipe_flow
 from m2flow.workloads.embodied.work import prices
 
@@ -55,7 +61,26 @@ class Embodied:
             )
 
     def lacking(self, recipe: EmbodiedRecipe) -> Sequence[str]:
-        return ()
+        """Files and the simulator's package; where it is here, its name and options must fit."""
+        from m2flow.environments import rendering
+        from m2flow.environments.registry import maker, not_installed, variables_of
+
+        model = None if recipe.model in (TINY, STATES) else recipe.model
+        paths = {"model": model, "warmup.data": recipe.warmup.data}
+        found = [
+            f"{key}: there is no {path}"
+            for key, path in paths.items()
+            if path is not None and not Path(path).expanduser().exists()
+        ]
+        section = recipe.environment
+        if section.python is not None:  # it knows what there is
+            return found
+        if (missing := not_installed(section.name)) is not None:
+            return [*found, str(missing)]
+        simulated = section.name, section.arguments
+        rendering.use_here(variables_of(*simulated), required=False)
+        maker(*simulated)
+        return found
 
     def prices(self, recipe: EmbodiedRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         return prices(recipe, graph, assumed)
