@@ -43,6 +43,7 @@ class UserError(M2FlowError, ValueError):
         hint: str | None = None,
     ) -> None:
         self.key, self.value, self.expected, self.hint = key, value, expected, hint
+        self.message = message
         line = f"{key}: {message}" if key else message
         if value is not None:
             line += f" (got {value!r})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from m2flow.engine.plan import LaneSpec, Plan
@@ -242,14 +243,14 @@ class Planning:
     def _too_small(self, error: UserError) -> UserError:
         """The refusal, with the smallest number of lanes that would do, or why none would."""
         assert self.cluster is not None
-        what = str(error).split(";")[0].removeprefix(f"{error.key}: ")
-        reason: UserError | None = error
+        refused = partial(UserError, error.message, key="--cluster", value=str(self.cluster))
+        why = error.message
         for larger in _doubled(self.cluster):
             reason = self._refusal(larger)
             if reason is None:
-                enough = f"more lanes, such as {larger}"
-                return UserError(what, key="--cluster", expected=enough)
-        return UserError(what, key="--cluster", hint=f"no number of such lanes would do: {reason}")
+                return refused(expected=f"more lanes, such as {larger}")
+            why = reason.message
+        return refused(hint=f"no number of such lanes would do: {why}")
 
     def _refusal(self, cluster: Cluster) -> UserError | None:
         """Say why no plan keeps the limits there; None if one does."""
