@@ -5,6 +5,7 @@ Each refusal also leaves the working directory byte for byte as it was; see the 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -407,9 +408,45 @@ def test_a_directory_that_cannot_be(tiny: Path, refused: Refused) -> None:
 def test_a_directory_that_may_not_be_written(
     tiny: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    make = os.mkdir
+
+    def locked(path: str | Path, mode: int = 0o777, **place: Any) -> None:
+        if Path(path).parent.name == "locked":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        make(path, mode, **place)
+
     Path("locked").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("locked"))
-    assert "nothing can be written in locked" in refused("train", tiny, "--run-dir", "locked/run")
+    monkeypatch.setattr(os, "mkdir", locked)
+    line = refused("train", tiny, "--run-dir", "locked/run")
+    assert "--run-dir: nothing can be written in locked: Permission denied" in line
+
+
+@pytest.mark.parametrize("path", ["/proc/run", "x" * 300])
+def test_a_directory_that_nobody_can_make(tiny: Path, refused: Refused, path: str) -> None:
+    """Not even root, whom the system allows to write anywhere."""
+    line = refused("train", tiny, "--run-dir", path)
+    assert line.startswith("--run-dir: nothing can be written in ")
+    assert "--resume" not in line
+
+
+@pytest.mark.parametrize("override", ["lane_memory=10KB", "generation.cache_gb=1e-6"])
+@pytest.mark.parametrize("mine", [None, "notes.txt", "films/mine.webp"])
+def test_a_run_refused_before_its_first_step_leaves_none(
+    tiny: Path, refused: Refused, override: str, mine: str | None
+) -> None:
+    """By the plan, or in the evaluation: the model of the warm-up has been written by then."""
+    if mine is not None:
+        Path("new", mine).parent.mkdir(parents=True)
+        Path("new", mine).write_text("mine")
+    refused("train", tiny, "warmup.steps=1", override, "--run-dir", "new")
+
+
+def test_a_resume_that_is_refused_removes_nothing(run: Path, m2flow: M2flow) -> None:
+    shutil.rmtree(run / "checkpoints")  # it begins again
+    before = set(run.rglob("*"))
+    outcome = m2flow("train", "tiny.yaml", "lane_memory=10KB", "--run-dir", run, "--resume")
+    assert "placements.generator" in outcome.error
+    assert before <= set(run.rglob("*"))
 
 
 def test_a_logger_whose_package_is_missing(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ class RunDirectory:
         self.path = Path(path)
         self.run = self.path / "run.json"
         self.config = self.path / "config.yaml"
+        self.warmup = self.path / "warmup"
         self.plan = self.path / "plan.json"
         self.decision = self.path / "decision.json"
         self.profile = self.path / "profile.json"
@@ -55,6 +57,8 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.journal = self.path / "journal"
         self.report = self.path / "report.html"
+        self._made = False
+        self._found: Container[Path] = ()
 
     @classmethod
     def create(
@@ -83,7 +87,9 @@ class RunDirectory:
                     key="--resume",
                     hint="name its directory with --run-dir DIR",
                 )
-            return cls(_new_directory(Path("runs"), recipe_name, now))
+            directory = cls(_new_directory(Path("runs"), recipe_name, now))
+            directory._made = True
+            return directory
         directory = cls(path)
         found = [name for name in MARKS if (directory.path / name).exists()]
         if directory.path.exists() and not directory.path.is_dir():
@@ -103,9 +109,26 @@ class RunDirectory:
                 value=str(path),
                 hint="add --resume to go on with it, or name another directory",
             )
+        directory._made = not directory.path.exists()
         with writing("the run directory", directory.path):
             directory.path.mkdir(parents=True, exist_ok=True)
+        directory._found = set(directory.path.iterdir())
         return directory
+
+    def discard(self) -> None:
+        """Remove what a run that `create` has begun wrote, and the directory if it was made for it.
+
+        What lay there before stays, and what is of others, such as the records of services.
+        """
+        for path in vars(self).values():
+            if not isinstance(path, Path) or path == self.path or path in self._found:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        if self._made and not any(self.path.iterdir()):
+            self.path.rmdir()
 
     def write_run(self, **facts: object) -> None:
         """Add facts to `run.json`: recipe, mode, seed, machine, steps, started, finished, ..."""

@@ -1,14 +1,14 @@
 """May a run begin in a directory, or go on there, and from which checkpoint?
 
-Asked before anything is started, and answered without writing: a fresh run never touches another
-one, and a resumed run goes on as it began, from a checkpoint that is whole.
+Asked before anything is started, and what is written to find out is removed again: a fresh run
+never touches another one, and a resumed run goes on as it began, from a checkpoint that is whole.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from m2flow.errors import UserError
@@ -58,18 +58,21 @@ def recipe_of(run: Path) -> Recipe:
 
 def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
     """A fresh run writes over no other, and a resumed one goes on as it began."""
-    if resume or (run_dir is not None and run_dir.exists()):
-        RunDirectory.create(run_dir, recipe.name, resume=resume)  # makes nothing where it refuses
     parent = run_dir if run_dir is not None else Path("runs")
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    try:
+        if resume or (run_dir is not None and run_dir.exists()):
+            RunDirectory.create(run_dir, recipe.name, resume=resume)
+        while not parent.exists():
+            parent = parent.parent
+        with TemporaryDirectory(dir=parent):
+            pass  # by trying: root is allowed all, and cannot do all
+    except OSError as error:
         raise UserError(
-            f"nothing can be written in {parent}",
+            f"nothing can be written in {parent}: {error.strerror}",
             key="--run-dir",
             value=str(run_dir) if run_dir is not None else "runs",
             expected="a directory, or where one can be made",
-        )
+        ) from error
     if not resume or run_dir is None:
         return
     path = RunDirectory(run_dir).config

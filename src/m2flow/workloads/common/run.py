@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import Plan
-from m2flow.errors import CannotWrite, M2FlowError, RunFailed, Stopped, writing
+from m2flow.errors import CannotWrite, M2FlowError, RunFailed, Stopped, UserError, writing
 from m2flow.observe.ending import this_process
 from m2flow.observe.jsonl import write_atomically
 from m2flow.observe.machine import describe_machine, package_versions
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from m2flow.flow import Batch
     from m2flow.runtime.driver.ahead import LanesAhead
     from m2flow.runtime.driver.run import Run
-
-WARMUP = "warmup"
-"""Folder in the run directory of the starting model, if it is made here."""
-
 
 GIVE_UP_SECONDS = 10.0
 """Longest that lanes may take to stop where the step at hand is given up."""
@@ -117,8 +113,14 @@ class Training:
             raise failed from error
 
     def _note_end(self, error: BaseException) -> None:
-        """Write into `run.json` why the run has ended, if the disk has room."""
+        """Write into `run.json` why the run has ended, if the disk has room.
+
+        Nothing is left of a fresh run that is refused before a step of it is done.
+        """
         if self._directory is not None:
+            if isinstance(error, UserError) and not self.resumed and self._done == 0:
+                self._directory.discard()
+                return
             why = (str(error).splitlines() or [""])[0]
             if not isinstance(error, M2FlowError | Stopped):
                 why = f"{type(error).__name__}: {why}"
@@ -187,7 +189,7 @@ class Training:
     def _prepare(self) -> None:
         """Make the starting model, unless the recipe names one or a resumed run has made it."""
         if self.experiment.makes_model:
-            folder = self._begun().path.absolute() / WARMUP  # lanes may work in another folder
+            folder = self._begun().warmup.absolute()  # lanes may work in another folder
             with writing("the starting model", folder):
                 self.experiment.prepare(folder, self.progress)
 

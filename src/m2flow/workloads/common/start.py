@@ -62,7 +62,7 @@ def train(
         The run directory.
 
     Raises:
-        UserError: the input is wrong; nothing was started or written.
+        UserError: the input is wrong; of a fresh run nothing is left, unless a step was done.
         RunFailed: the run failed; as `CannotWrite` where there is no room for what it writes.
         Stopped: SIGTERM, SIGHUP or SIGINT has ended it, after a checkpoint if there was time.
     """
