@@ -69,15 +69,7 @@ def run_command(*words: object) -> Outcome:
 
 
 @pytest.fixture(scope="session")
-def no_progress_bars() -> None:
-    """m2flow asks for this before it imports transformers, but another test may have been first."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
-@pytest.fixture(scope="session")
-def m2flow(no_progress_bars: None) -> M2flow:
+def m2flow() -> M2flow:
     return run_command
 
 

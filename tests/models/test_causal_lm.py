@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import runpy
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from m2flow.errors import UserError
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
@@ -167,14 +170,42 @@ def test_a_damaged_configuration(folder: Path, content: str) -> None:
         load_model(folder)
 
 
-def test_weights_of_another_model_are_not_filled_up_at_random(folder: Path) -> None:
-    """transformers draws tensors that the file lacks at random, with no more than a warning."""
+@pytest.fixture
+def transformers_heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What transformers logs does not come by the root."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
+
+
+def set_layers(folder: Path, layers: int) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] = 3
+    config["num_hidden_layers"] = layers
     config.pop("layer_types", None)
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_weights_of_another_model_are_not_filled_up_at_random(
+    folder: Path, caplog: pytest.LogCaptureFixture, transformers_heard: None
+) -> None:
+    """transformers draws tensors that the file lacks at random, with no more than a warning."""
+    set_layers(folder, 3)
     with pytest.raises(UserError, match=r"lack \d+ of the model's tensors"):
         load_model(folder)
+    assert not caplog.messages, "the refusal says it, and the warning would say otherwise"
+
+
+def test_weights_that_are_not_used_are_told(
+    folder: Path, caplog: pytest.LogCaptureFixture, transformers_heard: None
+) -> None:
+    set_layers(folder, 1)
+    load_model(folder)
+    (report,) = caplog.messages
+    assert "model.layers.1.mlp.up_proj.weight" in report
+
+
+def test_no_bars_whatever_was_imported_first() -> None:
+    enable_progress_bar()  # as it is where transformers comes before m2flow
+    runpy.run_module("m2flow.models.causal_lm", run_name="imported_again", alter_sys=True)
+    assert not is_progress_bar_enabled()
 
 
 def test_a_model_on_its_way_elsewhere_takes_no_memory_of_its_own(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from m2flow.errors import RunFailed
 from m2flow.runtime.driver import ahead
 from m2flow.runtime.driver.cluster import RayCluster
 from m2flow.runtime.transport import sweeping
-from tests.cli.conftest import m2flow, no_progress_bars, refused, tiny
+from tests.cli.conftest import m2flow, refused, tiny
 
-__all__ = ["m2flow", "no_progress_bars", "refused", "tiny"]
+__all__ = ["m2flow", "refused", "tiny"]
 
 
 class Starts:

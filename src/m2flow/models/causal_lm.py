@@ -7,6 +7,10 @@ were silently drawn at random.
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +25,14 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from m2flow.errors import UserError
 from m2flow.models.folder import checked_folder, from_folder, model_folder, read_json
 from m2flow.models.norms import widen_norms
+
+if os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1":  # said by m2flow.models, unless a user did
+    disable_progress_bar()  # what was imported before that has not read it
 
 _GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -133,22 +141,46 @@ def loaded(
         UserError: the weights are incomplete, or need code of the folder.
     """
     model: PreTrainedModel
-    model, loading = from_folder(
-        auto, folder, dtype=dtype, use_safetensors=True, output_loading_info=True
-    )
-    missing = sorted(loading["missing_keys"])
-    if missing:
-        raise UserError(
-            f"the weights lack {len(missing)} of the model's tensors, among them {missing[0]}",
-            key=str(folder),
-            hint="the folder is half-written, or its config.json belongs to another model",
+    with _report_held_back():
+        model, loading = from_folder(
+            auto, folder, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
+        missing = sorted(loading["missing_keys"])
+        if missing:
+            raise UserError(
+                f"the weights lack {len(missing)} of the model's tensors, among them {missing[0]}",
+                key=str(folder),
+                hint="the folder is half-written, or its config.json belongs to another model",
+            )
     for parameter in model.parameters() if own_memory else ():
         parameter.data = parameter.data.clone()
     widen_norms(model)
     if dtype is torch.float64 and hasattr(model.config, "num_experts"):
         model.config._experts_implementation = "eager"  # there is no grouped product in float64
     return model.eval()
+
+
+@contextmanager
+def _report_held_back() -> Iterator[None]:
+    """Drop what transformers says of a model that is refused within: not so many lines, of weights
+    that were "newly initialized", before the one that is true. Of any other it is told after all.
+    """
+    logger, records = logging.getLogger("transformers.modeling_utils"), list[logging.LogRecord]()
+
+    def hold(record: logging.LogRecord) -> bool:
+        records.append(record)
+        return False
+
+    logger.addFilter(hold)
+    try:
+        yield
+    except UserError:
+        records.clear()
+        raise
+    finally:
+        logger.removeFilter(hold)
+        for record in records:
+            logger.handle(record)
 
 
 def load_tokenizer(path: str | Path, *, ends: bool = True) -> PreTrainedTokenizerBase:
