@@ -120,6 +120,16 @@ def test_bad_rows(run: Path, problems: Path, m2flow: M2flow, refused: Refused) -
     assert figures["problems"] == 9
 
 
+def test_columns_of_other_names(run: Path, problems: Path, m2flow: M2flow) -> None:
+    expected = evaluated(m2flow, run / "warmup", problems)
+    rows = [json.loads(line) for line in problems.read_text().splitlines()]
+    renamed = [{"asked": row["question"], "right": {"answer": row["answer"]}} for row in rows]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in renamed))
+    words = ["--question-column", "asked", "--answer-column", "right.answer"]
+    found = evaluated(m2flow, run / "warmup", problems, *words)
+    assert found | {"seconds": 0} == expected | {"seconds": 0}
+
+
 def test_figures_for_people(run: Path, problems: Path, m2flow: M2flow) -> None:
     words = ["--data", problems, *LANES, *SHORT, "--samples", "2"]
     outcome = m2flow("eval", run / "warmup", *words)
@@ -153,12 +163,15 @@ def test_figures_for_people(run: Path, problems: Path, m2flow: M2flow) -> None:
         (["--template", "Answer!"], ["--template", "'Answer!'", "{question}"]),
         (["--data", "problem.jsonl"], ["problem.jsonl: no such file", "'problems.jsonl'"]),
         (["--data", "run"], ["run: holds files of"]),
+        (["--data", "veRL.jsonl"], ["veRL.jsonl:1: no answer", "--answer-column names another"]),
+        (["--answer-column", "right"], ["--answer-column: problems.jsonl:1 has no", "'right'"]),
         (["--max-new-tokens", "99"], ["problems.jsonl:1", "--max-new-tokens = 99", "= 64"]),
     ],
 )
 def test_a_mistake_is_one_line(
     run: Path, problems: Path, refused: Refused, words: list[str], parts: list[str]
 ) -> None:
+    Path("veRL.jsonl").write_text('{"prompt": "1+1", "reward_model": {"ground_truth": "2"}}')
     data = [] if "--data" in words else ["--data", "problems.jsonl"]
     template = [] if "--template" in words else ["--template", "{question}="]
     line = refused("eval", run / "warmup", *data, *template, *words)

@@ -271,6 +271,17 @@ def evaluate(
         int | None, typer.Option(min=1, help="Only the first so many problems, or episodes.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Fixes what is sampled.")] = 0,
+    question_column: Annotated[
+        str | None,
+        typer.Option(help="Column of the question, such as prompt; as data.question_column."),
+    ] = None,
+    answer_column: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of the right answer, such as reward_model.ground_truth; as "
+            "data.answer_column."
+        ),
+    ] = None,
     template: Annotated[
         str | None,
         typer.Option(help="The prompt, with {question} in it; as data.template of a recipe."),
@@ -340,6 +351,8 @@ def evaluate(
         stop=tuple(stop or ()),
         limit=limit,
         seed=seed,
+        question_column=question_column,
+        answer_column=answer_column,
         template=template,
         chat=chat,
         system_prompt=system_prompt,

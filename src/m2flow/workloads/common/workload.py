@@ -70,6 +70,7 @@ class Examination:
         stop: strings that end an answer, as `generation.stop`.
         limit: only the first so many questions; or so many episodes.
         seed: fixes what is drawn.
+        question_column, answer_column: of the file, as those of `data`; None for the usual names.
         template: the prompt, with `{question}` in it; None for the workload's own.
         chat: whether the prompt is the user's turn in the model's chat template; None where the
             model has one.
@@ -92,6 +93,8 @@ class Examination:
     stop: Sequence[str] = ()
     limit: int | None = None
     seed: int = 0
+    question_column: str | None = None
+    answer_column: str | None = None
     template: str | None = None
     chat: bool | None = None
     system_prompt: str | None = None

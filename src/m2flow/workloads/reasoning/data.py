@@ -45,6 +45,7 @@ def read_problems(
     on_bad_row: OnBadRow = "fail",
     question: str | None = None,
     answer: str | None = None,
+    column_key: str = "data.{}_column",
     seed: int = 0,
 ) -> list[Problem]:
     """All problems of a data set, in order; blank lines do not count.
@@ -57,6 +58,7 @@ def read_problems(
             and logs one warning with their number.
         question, answer: the columns, with dots into nested ones, as `reward_model.ground_truth`;
             None for the usual names.
+        column_key: what sets `question` and `answer`, for messages, with `{}` for these words.
         seed: with the row's number it fixes the order of choices.
 
     Returns:
@@ -69,14 +71,17 @@ def read_problems(
     path = Path(path)
     problems: list[Problem] = []
     columns: tuple[str, str] | None = None
+    sought = (("question", question, QUESTION_COLUMNS), ("answer", answer, ANSWER_COLUMNS))
     num_bad, first_bad = 0, ""
     for file, line, read in rows_of(path):
         try:
             row = read()
-            columns = columns or (
-                _column(row, "question", question, QUESTION_COLUMNS, f"{file}:{line}"),
-                _column(row, "answer", answer, ANSWER_COLUMNS, f"{file}:{line}"),
-            )
+            if columns is None:
+                asked, told = (
+                    _column(row, wanted, named, usual, f"{file}:{line}", column_key.format(wanted))
+                    for wanted, named, usual in sought
+                )
+                columns = asked, told
             if WRONG_ANSWERS[0] in row:
                 row = _lettered(row, *columns, generator("choices", seed, line))
             problem = _problem(row, *columns, template)
@@ -120,7 +125,12 @@ def check_template(template: str, key: str = "data.template") -> None:
 
 
 def _column(
-    row: Mapping[str, Any], wanted: str, named: str | None, usual: tuple[str, ...], where: str
+    row: Mapping[str, Any],
+    wanted: str,
+    named: str | None,
+    usual: tuple[str, ...],
+    where: str,
+    key: str,
 ) -> str:
     """The column of the data set that holds questions, or answers, from its first row."""
     if named is not None:
@@ -130,7 +140,7 @@ def _column(
                 known = list(inner) if isinstance(inner, Mapping) else []
                 raise UserError(
                     f"{where} has no such column",
-                    key=f"data.{wanted}_column",
+                    key=key,
                     value=named,
                     hint=suggestion(part, known) if known else None,
                 )
@@ -142,8 +152,7 @@ def _column(
             f"no {wanted} column",
             key=where,
             expected=" or ".join(usual),
-            hint=f"columns found: {', '.join(map(repr, row)) or 'none'}; "
-            f"data.{wanted}_column names another",
+            hint=f"columns found: {', '.join(map(repr, row)) or 'none'}; {key} names another",
         )
     return found
 

@@ -83,9 +83,15 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     template = DEFAULT_TEMPLATE if asked.template is None else asked.template
     check_template(template, "--template")
     on_bad_row: OnBadRow = "skip" if asked.skip_bad_rows else "fail"
-    problems = read_problems(asked.data, template=template, on_bad_row=on_bad_row, seed=asked.seed)[
-        : asked.limit
-    ]
+    problems = read_problems(
+        asked.data,
+        template=template,
+        on_bad_row=on_bad_row,
+        question=asked.question_column,
+        answer=asked.answer_column,
+        column_key="--{}-column",
+        seed=asked.seed,
+    )[: asked.limit]
     source = ModelSource(str(model_folder(asked.model)), "auto")
     samples, max_new_tokens, lanes = (
         asked.samples,
