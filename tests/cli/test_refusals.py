@@ -332,6 +332,7 @@ def test_reasoning_gym_is_not_installed(
     [
         ("data.dataset=chian_sum", ["data.dataset", "'chian_sum'", "'chain_sum'"]),
         ("data.options.min_term=2", ["data.options.min_term", "did you mean 'min_terms'?"]),
+        ("data.options.min_terms=abc", ["data.options.min_terms: is wrong (got 'abc'); expected"]),
         ("data.options.min_terms=-2", ["data.options", "chain_sum refuses", "-2"]),
         ("data.template=nothing", ["data.template", "{question}", "'nothing'"]),
     ],

@@ -9,11 +9,16 @@ nothing of it is imported before a task is made.
 from __future__ import annotations
 
 import dataclasses
+import json
+import typing
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from m2flow.errors import UserError, suggestion
 from m2flow.rewards.gym import reasoning_gym
+from m2flow.workloads.common.reading import what_was_expected
 from m2flow.workloads.reasoning.data import check_template
 from m2flow.workloads.reasoning.tasks.problem import Problem, generator, reserved
 
@@ -114,6 +119,8 @@ class Gym:
                 self.dataset, size=_BLOCK_SIZE, seed=seed, **self.options
             )
         except (AssertionError, TypeError, ValueError) as error:
+            if isinstance(error, TypeError):
+                _check_types(self.dataset, self.options)
             raise UserError(
                 f"{self.dataset} refuses these options: {error}",
                 key="data.options",
@@ -140,3 +147,23 @@ def _check_options(dataset: str, options: Mapping[str, Any]) -> None:
                 key=f"data.options.{option}",
                 hint=suggestion(option, known),
             )
+
+
+def _check_types(dataset: str, options: Mapping[str, Any]) -> None:
+    """Name the option that is of another type than the data set declares.
+
+    Asked once reasoning-gym has failed: some of its defaults are not of the types that it declares.
+    """
+    from reasoning_gym.factory import DATASETS
+
+    types = typing.get_type_hints(DATASETS[dataset][1])
+    for option, value in options.items():
+        try:
+            TypeAdapter(types[option]).validate_json(json.dumps(value, default=str), strict=True)
+        except ValidationError as error:
+            raise UserError(
+                "is wrong",
+                key=f"data.options.{option}",
+                value=value,
+                expected=what_was_expected(error),
+            ) from None
