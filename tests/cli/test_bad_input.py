@@ -150,6 +150,28 @@ SETTINGS = [
 ]
 
 
+ADDITION = ["data={task: addition}"]
+
+
+@pytest.mark.parametrize("command", [TRAIN, DRY], ids=["train", "dry-run"])
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["reward=nope:x"], ["reward", "there is no module nope"]),
+        (["data.answer_column=right"], ["data.answer_column", "has no such column"]),
+        (["warmup.steps=5"], ["warmup.steps", "has no demonstrations"]),
+        ([*ADDITION, "reward=nope:x"], ["reward", "there is no module nope"]),
+        ([*ADDITION, "data.options.min_digits=7"], ["data.options.min_digits", "(7, "]),
+    ],
+)
+def test_a_model_that_is_made_on_the_spot(
+    words: list[str], parts: list[str], command: list[str], refused: Refused
+) -> None:
+    line = refused(*command, "recipe.yaml", "model={}", *words)
+    for part in parts:
+        assert part in line
+
+
 @pytest.mark.parametrize("command", [TRAIN, DRY], ids=["train", "dry-run"])
 @pytest.mark.parametrize(("words", "parts"), SETTINGS)
 def test_settings(words: list[str], parts: list[str], command: list[str], refused: Refused) -> None:

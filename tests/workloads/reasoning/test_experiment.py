@@ -25,7 +25,8 @@ from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.workloads.common.run import step_figures
 from m2flow.workloads.reasoning.encoding import Names, encode, may_not_fit
-from m2flow.workloads.reasoning.experiment import ReasoningExperiment, sample_figures, task_of
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment, sample_figures
+from m2flow.workloads.reasoning.named import task_of
 from m2flow.workloads.reasoning.tasks import Problem
 from m2flow.workloads.reasoning.workers import ModelSource
 

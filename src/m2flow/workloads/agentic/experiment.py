@@ -19,7 +19,8 @@ from m2flow.workloads.agentic.tasks import TASKS, TaskWithTurns
 from m2flow.workloads.agentic.workers.tool_user import toolbox_of
 from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.reasoning.encoding import Names, prompt_rows
-from m2flow.workloads.reasoning.experiment import ReasoningExperiment, loaded
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.named import loaded
 from m2flow.workloads.reasoning.tasks import Problem
 from m2flow.workloads.reasoning.workers import ModelSource
 

@@ -14,6 +14,7 @@ from m2flow.workloads.agentic.work import prices
 from m2flow.workloads.common.profile_key import digest
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.workload import Assumed, Examination
+from m2flow.workloads.reasoning.files import without_warmup
 from m2flow.workloads.reasoning.supported import check_model
 from m2flow.workloads.reasoning.workers import ModelSource
 from m2flow.workloads.reasoning.workload import Reasoning
@@ -39,6 +40,9 @@ class Agentic(Reasoning):
     def flow(self, recipe: AgenticRecipe, model: str | None = None) -> Flow:  # type: ignore[override]
         check_model(recipe, model)
         return recipe_flow(recipe, ModelSource(recipe.model.path or ""))
+
+    def _check(self, recipe: AgenticRecipe) -> None:  # type: ignore[override]
+        self.experiment(recipe if recipe.model.path is None else without_warmup(recipe))
 
     def prices(  # type: ignore[override]
         self, recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed

@@ -21,13 +21,12 @@ from m2flow.flow import Batch
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
 from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
 from m2flow.plan.file import read_json, to_json
-from m2flow.rewards.reward import WeightedReward
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training import checkpoint
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.supervised import adamw, train_supervised
 from m2flow.workloads.common.workload import RunProgress
-from m2flow.workloads.reasoning.config import KEYS_OF_TASKS, ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.encoding import (
     SPECIAL_TOKENS,
     Names,
@@ -47,19 +46,10 @@ from m2flow.workloads.reasoning.figures import (
 from m2flow.workloads.reasoning.flow import GRPO, PPO, Reinforce, recipe_flow
 from m2flow.workloads.reasoning.health import HealthCheck, hints
 from m2flow.workloads.reasoning.judging import check_judging_models
-from m2flow.workloads.reasoning.reward_sections import RewardPart
+from m2flow.workloads.reasoning.named import check_task, rewards_of, task_of
 from m2flow.workloads.reasoning.sampler import Asked, Curriculum, Sampler, SamplerState
-from m2flow.workloads.reasoning.tasks import (
-    TASKS,
-    DemonstratedTask,
-    Problem,
-    Table,
-    Task,
-    make_task,
-    reward_of_task,
-)
+from m2flow.workloads.reasoning.tasks import TASKS, DemonstratedTask, Problem, Table
 from m2flow.workloads.reasoning.tasks.jsonl import Jsonl
-from m2flow.workloads.reasoning.tasks.mixture import Mixture
 from m2flow.workloads.reasoning.workers import Critic, ModelSource, carried
 from m2flow.workloads.reasoning.workers.carried import BEGUN, BegunAnswer, ended_groups
 from m2flow.workloads.reasoning.workers.further_draws import with_spares
@@ -74,9 +64,6 @@ _log = logging.getLogger(__name__)
 NOT_OF_TINY = {"path", "dtype", "lora_rank", "lora_alpha", "lora_publish"}
 """Keys of `model` that say nothing of the tiny model's shape."""
 
-OF_PROMPTS = {"max_prompt_tokens", "curriculum"}
-"""Keys of `data` that say what is done with a task's problems, and are nothing to the task."""
-
 SAMPLER = "sampler.json"
 """File of a checkpoint: where the data stood."""
 
@@ -85,82 +72,6 @@ CARRIED = "carried.safetensors"
 
 METRIC_NAMES = {"loss": "loss/policy", "critic/loss": "loss/critic"}
 """What the training's losses are called in metrics.jsonl."""
-
-
-def task_of(recipe: ReasoningRecipe, table: Table = TASKS) -> Task:
-    """The task that a recipe names.
-
-    Args:
-        recipe: its `data` name it.
-        table: the tasks that there are.
-
-    Raises:
-        UserError: a data key or an option is missing or wrong, or the data are.
-    """
-    data = recipe.data
-    if isinstance(data.dataset, dict):
-        return _mixture_of(recipe, data.dataset)
-    tasks = {key for key, tasks in KEYS_OF_TASKS.items() if data.task in tasks}
-    settings: dict[str, Any] = {key: getattr(data, key) for key in tasks - OF_PROMPTS}
-    settings = {key: value for key, value in settings.items() if value is not None}
-    settings["seed"] = recipe.seed
-    for option in data.options:
-        if option in settings or option in type(data).model_fields:
-            raise UserError(
-                f"{option} is a key of its own, and no option", key=f"data.options.{option}"
-            )
-    options = dict(data.options)
-    settings |= {"options": options} if data.task == "gym" else options
-    try:
-        return make_task(data.task, table, **settings)
-    except TypeError as error:  # the options come from outside: a task does not check their types
-        raise UserError(
-            f"the {data.task} task cannot use them: {error}",
-            key="data.options",
-            value=data.options,
-        ) from error
-
-
-def _mixture_of(recipe: ReasoningRecipe, shares: Mapping[str, int]) -> Task:
-    data = recipe.data
-    if not shares:
-        raise UserError("names no data set", key="data.dataset", value=shares)
-    for name, options in data.options.items():
-        if name not in shares or not isinstance(options, dict):
-            raise UserError(
-                "data.dataset names several data sets, and options are those of each by its name",
-                key=f"data.options.{name}",
-                value=options,
-                expected=f"{', '.join(shares)}, each with options",
-            )
-    tasks = {}
-    for name in shares:
-        own = data.model_copy(update={"dataset": name, "options": data.options.get(name, {})})
-        tasks[name] = task_of(recipe.model_copy(update={"data": own}))
-    return Mixture(tasks, shares)
-
-
-def rewards_of(recipe: ReasoningRecipe, table: Table = TASKS) -> tuple[WeightedReward, ...]:
-    """The reward functions that a recipe names, or its task's; all of them can be imported.
-
-    Raises:
-        UserError: a function cannot be imported.
-    """
-    if recipe.reward is None:
-        return loaded([RewardPart(function=reward_of_task(recipe.data.task, table))])
-    return loaded(recipe.reward)
-
-
-def loaded(parts: Sequence[RewardPart], key: str = "reward") -> tuple[WeightedReward, ...]:
-    """The functions that parts of a recipe name, under this key.
-
-    Raises:
-        UserError: a function cannot be imported.
-    """
-    found = tuple(WeightedReward(**part.model_dump()) for part in parts)
-    for reward in found:
-        reward.load(key)
-    return found
 
 
 class ReasoningExperiment:
@@ -186,13 +97,6 @@ class ReasoningExperiment:
         self.recipe = recipe
         self.task = task_of(recipe, self.tasks)
         self.rewards = rewards_of(recipe, self.tasks)
-        if recipe.warmup.steps and not isinstance(self.task, DemonstratedTask):
-            raise UserError(
-                f"the task {self.task.name!r} has no demonstrations to warm up on",
-                key="warmup.steps",
-                value=recipe.warmup.steps,
-                hint="set it to 0",
-            )
         check_judging_models(recipe)
         self._hinted: set[HealthCheck] = set()
         self._failing = 0
@@ -209,7 +113,7 @@ class ReasoningExperiment:
         )
         if data.max_prompt_tokens is not None:
             self._drop_long(tokenizer, data.max_prompt_tokens)
-        self._check_rows()
+        check_task(recipe, self.task)
         self._check_prompts(tokenizer)
         self._dtype = dtype_on(recipe.model.dtype, "cpu")  # of what is built or warmed up here
         self._warming: Any = None
@@ -266,16 +170,6 @@ class ReasoningExperiment:
     def _around(self, tokenizer: Any) -> int:
         """Tokens that stand around a prompt's own."""
         return SPECIAL_TOKENS + len(prompt_rows(tokenizer, [Problem("", "")], self._chat)[0])
-
-    def _check_rows(self) -> None:
-        rows, recipe = self.task.num_train, self.recipe
-        if rows is not None and rows < recipe.prompts_per_step:
-            raise UserError(
-                "a step would ask some problem twice",
-                key="prompts_per_step",
-                value=recipe.prompts_per_step,
-                expected=f"at most the {rows} problems to train on",
-            )
 
     def _check_prompts(self, tokenizer: Any) -> None:
         """Encode the first prompts, and those of a file that might not fit into the context."""

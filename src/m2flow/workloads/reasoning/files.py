@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from m2flow.errors import UserError
 from m2flow.models.folder import checked_folder, read_json
 from m2flow.workloads.reasoning.config import ReasoningRecipe, WarmupSection
 
+AnyRecipe = TypeVar("AnyRecipe", bound=ReasoningRecipe)
+
 
 def lacking(recipe: ReasoningRecipe) -> list[str]:
     """Return a line for each model and each file of the recipe that is not there, or not whole."""
-    models = {
-        "model.path": recipe.model.path,
-        "reward_model.path": recipe.reward_model.path,
-        "judge.path": recipe.judge.path,
-    }
-    files = {"data.path": recipe.data.path, "data.eval_path": recipe.data.eval_path}
+    models, files = _models(recipe), _files(recipe)
     found = [f"{key}: {why}" for key, path in models.items() if path and (why := _lacks(path))]
     gone = [
         f"{key}: there is no {path}"
@@ -26,7 +24,24 @@ def lacking(recipe: ReasoningRecipe) -> list[str]:
     return found + gone
 
 
-def without_warmup(recipe: ReasoningRecipe) -> ReasoningRecipe:
+def names_files(recipe: ReasoningRecipe) -> bool:
+    """Return whether the recipe names a model or a file: else all of a run is made on the spot."""
+    return any((_models(recipe) | _files(recipe)).values())
+
+
+def _models(recipe: ReasoningRecipe) -> dict[str, str | None]:
+    return {
+        "model.path": recipe.model.path,
+        "reward_model.path": recipe.reward_model.path,
+        "judge.path": recipe.judge.path,
+    }
+
+
+def _files(recipe: ReasoningRecipe) -> dict[str, str | None]:
+    return {"data.path": recipe.data.path, "data.eval_path": recipe.data.eval_path}
+
+
+def without_warmup(recipe: AnyRecipe) -> AnyRecipe:
     """Return a recipe whose experiment loads no model."""
     return recipe.model_copy(update={"warmup": WarmupSection()})
 

@@ -14,8 +14,9 @@ from m2flow.workloads.common.profile_key import digest
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.workload import Assumed, Examination
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.files import lacking, without_warmup
+from m2flow.workloads.reasoning.files import lacking, names_files, without_warmup
 from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.reasoning.named import check_task, rewards_of, task_of
 from m2flow.workloads.reasoning.supported import check_model, known_shape
 from m2flow.workloads.reasoning.work import prices
 from m2flow.workloads.reasoning.workers import ModelSource
@@ -69,9 +70,17 @@ class Reasoning:
 
     def lacking(self, recipe: ReasoningRecipe) -> Sequence[str]:
         found = lacking(recipe)
-        if not found and recipe.model.path is not None:  # a tiny model's recipe needs no torch
-            self.experiment(without_warmup(recipe))
+        if not found:
+            self._check(recipe)
         return found
+
+    def _check(self, recipe: ReasoningRecipe) -> None:
+        """Refuse what a run would: without torch where the recipe names no model and no file."""
+        if names_files(recipe):
+            self.experiment(recipe if recipe.model.path is None else without_warmup(recipe))
+        else:
+            check_task(recipe, task_of(recipe))
+            rewards_of(recipe)
 
     def prices(self, recipe: ReasoningRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         return prices(recipe, graph, assumed.model, assumed.prompt_tokens, assumed.answer_tokens)
