@@ -321,9 +321,9 @@ def test_a_model_that_does_not_fit_says_what_would_do(tiny: Path, m2flow: M2flow
 def test_a_model_that_fits_nowhere_says_why(tiny: Path, m2flow: M2flow) -> None:
     words = ["plan", tiny, "--model", "Qwen2.5-32B", "--cluster", "1x2xCPU"]
     assert m2flow(*words).error == (
-        "--cluster: generator.generate of Qwen2.5-32B fits on no 2 lanes of CPU (got '1x2xCPU'); no "
-        "number of such lanes would do: generator.generate of Qwen2.5-32B fits on no 4096 lanes of "
-        "CPU"
+        "--cluster: generator.generate of Qwen2.5-32B fits on no 2 lanes of CPU (got '1x2xCPU'); "
+        "no number of such lanes would do: generator.generate of Qwen2.5-32B fits on no 4096 lanes "
+        "of CPU"
     )
 
 

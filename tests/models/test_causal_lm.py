@@ -202,6 +202,7 @@ def test_weights_that_are_not_used_are_told(
     assert "model.layers.1.mlp.up_proj.weight" in report
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_no_bars_whatever_was_imported_first() -> None:
     enable_progress_bar()  # as it is where transformers comes before m2flow
     runpy.run_module("m2flow.models.causal_lm", run_name="imported_again", alter_sys=True)
