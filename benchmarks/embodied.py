@@ -37,7 +37,7 @@ from workloads import embodied as workloads
 from m2flow.engine.plan import Placement, Plan
 from m2flow.environments import make_environments
 from m2flow.plan import build_plan
-from m2flow.plan.choose import sized
+from m2flow.plan.choose.judge import sized
 from m2flow.plan.chunks import cut
 from m2flow.plan.profile import Profile
 from m2flow.plan.simulate import simulate

@@ -35,7 +35,8 @@ from harness import CACHE, Target, arguments, conclude, table
 from m2flow.engine.plan import Plan
 from m2flow.errors import UserError
 from m2flow.plan import build_plan
-from m2flow.plan.choose import choose, sized
+from m2flow.plan.choose import choose
+from m2flow.plan.choose.judge import sized
 from m2flow.plan.profile.evidence import Evidence
 from m2flow.plan.profile.learning import fitted
 from m2flow.plan.simulate import simulate

@@ -35,7 +35,7 @@ from mode_runs import WHOLE, Started, run_auto, try_each
 from workloads import Workload
 
 from m2flow.plan import build_plan
-from m2flow.plan.choose import sized
+from m2flow.plan.choose.judge import sized
 from m2flow.plan.profile import Profile
 from m2flow.plan.simulate import simulate
 from m2flow.runtime.driver.launch import launch

@@ -10,8 +10,9 @@ from pathlib import Path
 from m2flow.observe.record import read_run
 from m2flow.observe.report import write_report
 from m2flow.observe.run_directory import RunDirectory
-from m2flow.plan.explain import Alternative, Explanation, Flip
+from m2flow.plan.explain import Alternative, Explanation
 from m2flow.plan.explain.bottleneck import Bottleneck
+from m2flow.plan.explain.flips import Flip
 from m2flow.plan.file import to_json
 from m2flow.plan.gantt import Gantt, GanttRow
 from m2flow.plan.prediction import Prediction

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Sizes and durations as people write them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from m2flow.errors import UserError
 from m2flow.plan import parse_bytes
-from m2flow.plan.sizes import bytes_text
+from m2flow.plan.sizes import brief, bytes_text
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,9 @@ def test_text_that_is_no_size(text: str) -> None:
 )
 def test_sizes_in_words(size: float, text: str) -> None:
     assert bytes_text(size) == text
+
+
+def test_durations_have_three_digits() -> None:
+    assert [brief(x) for x in (0, 8.5e-4, 0.0123, 4.56, 99.96, 1234.4)] == [
+        "0 s", "850 us", "12.3 ms", "4.56 s", "100 s", "1234 s",
+    ]  # fmt: skip

@@ -96,7 +96,9 @@ def _print_fixed(recipe: Recipe, plan_file: Path | None, explain: bool, as_json:
 def _print_decision(asked: Question, explain: bool, as_json: bool) -> None:
     from m2flow.cli.deciding import Planning
     from m2flow.plan.account import in_lines
-    from m2flow.plan.explain import explained, flips, in_words, summary
+    from m2flow.plan.explain import explained
+    from m2flow.plan.explain.flips import flips
+    from m2flow.plan.explain.words import in_words, summary
 
     planning = Planning(asked)
     decision = planning.decision()

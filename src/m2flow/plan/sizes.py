@@ -1,4 +1,4 @@
-"""Sizes in bytes, from text as people write it and back: `200MB`, `1.5 GiB`, `4096`."""
+"""Sizes and durations as people write them: `200MB`, `1.5 GiB`, `4096`; `12.3 ms`."""
 
 from __future__ import annotations
 
@@ -47,6 +47,15 @@ def bytes_text(size: float) -> str:
         if size >= 1000**power:
             return f"{three_digits(size / 1000**power)} {DECIMAL[power - 1]}B"
     return f"{size:.0f} B"
+
+
+def brief(seconds: float) -> str:
+    """A duration to three digits, in plain ASCII: `850 us`, `12.3 ms`, `4.56 s`, `1234 s`."""
+    if seconds == 0 or abs(seconds) >= 1:
+        return f"{three_digits(seconds)} s"
+    if abs(seconds) >= 1e-3:
+        return f"{three_digits(1e3 * seconds)} ms"
+    return f"{three_digits(1e6 * seconds)} us"
 
 
 def three_digits(value: float) -> str:

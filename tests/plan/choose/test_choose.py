@@ -12,10 +12,9 @@ import pytest
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.plan import build_plan
-from m2flow.plan.choose import check_fits, choose, sized
-from m2flow.plan.choose.choosing import EFFORT, MODES
+from m2flow.plan.choose import EFFORT, MODES, check_fits, choose
 from m2flow.plan.choose.draft import Draft, draft_of, obstacle, to_plan
-from m2flow.plan.choose.judge import Judge
+from m2flow.plan.choose.judge import Judge, sized
 from m2flow.plan.choose.moves import moves
 from m2flow.plan.choose.structures import starts
 from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageCost, StageProfile, WorkerCost

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from m2flow.engine.plan import StagePlan
-from m2flow.plan import plan_from_json
+from m2flow.plan import read_plan
 from m2flow.plan.choose import choose
-from m2flow.plan.explain import Explanation, explained, flips, in_words, summary
+from m2flow.plan.explain import Explanation, explained
 from m2flow.plan.explain.bottleneck import bottleneck
 from m2flow.plan.explain.differences import differences, title
+from m2flow.plan.explain.flips import flips
+from m2flow.plan.explain.words import in_words, summary
 from m2flow.plan.file import from_json, to_json
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.race import Entrant, tried
@@ -144,11 +147,12 @@ def test_what_was_ruled_out_is_told(decision: Decision) -> None:
 
 
 def test_an_explanation_beside_its_plan_is_a_plan_file(
-    why: Explanation, decision: Decision
+    why: Explanation, decision: Decision, tmp_path: Path
 ) -> None:
-    plan = decision.chosen.plan
+    plan, file = decision.chosen.plan, tmp_path / "plan.json"
     text = to_json({**dataclasses.asdict(plan), "decision": why})
-    assert plan_from_json(text) == plan
+    file.write_text(text)
+    assert read_plan(file) == plan
     kept = json.dumps(json.loads(text)["decision"])
     assert from_json(Explanation, kept, "decision") == why
 

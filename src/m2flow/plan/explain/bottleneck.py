@@ -9,8 +9,8 @@ from functools import reduce
 from operator import add
 
 from m2flow.engine.spans import Span
-from m2flow.plan.explain.amounts import brief
 from m2flow.plan.prediction import Candidate
+from m2flow.plan.sizes import brief
 from m2flow.simulation.time_account import where_the_time_went
 
 ALIKE = 0.05

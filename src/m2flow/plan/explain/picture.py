@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from m2flow.plan.explain.amounts import brief
 from m2flow.plan.gantt import Gantt, Work, in_columns, lane_names
+from m2flow.plan.sizes import brief
 from m2flow.simulation.time_account import TERM_OF, WORK
 
 NARROWEST, LABEL, SHARE = 40, 14, 11

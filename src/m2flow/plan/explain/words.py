@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from m2flow.plan.explain.amounts import brief
-from m2flow.plan.explain.explanation import Explanation
+from m2flow.plan.explain import Explanation
 from m2flow.plan.explain.picture import picture
 from m2flow.plan.gantt import lane_names
+from m2flow.plan.sizes import brief
 from m2flow.simulation.time_account import TERMS
 
 SHOWN = 4
