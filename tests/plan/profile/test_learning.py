@@ -28,7 +28,7 @@ from m2flow.plan.profile import (
 )
 from m2flow.plan.profile.evidence import Evidence, Sample
 from m2flow.plan.profile.growing import fit_growth
-from m2flow.plan.profile.learning import fitted, learn
+from m2flow.plan.profile.learning import fitted
 from m2flow.plan.profile.trials import trial_plans
 from m2flow.plan.simulate import simulate
 from m2flow.plan.simulate_timing import ProfileTiming
@@ -126,11 +126,16 @@ def observed(
     return plan, [Ran(some, start) for some, start in zip(spans, starts, strict=True)]
 
 
-def fit(graph: FlowGraph, ran: Iterable[tuple[Plan, list[Ran]]], **more: Any) -> Profile:
+def fit(
+    graph: FlowGraph,
+    ran: Iterable[tuple[Plan, list[Ran]]],
+    known: Profile | None = None,
+    **more: Any,
+) -> Profile:
     evidence = Evidence(graph)
     for plan, steps in ran:
         evidence.add(plan, steps, **more)
-    return fitted(evidence)
+    return fitted(evidence, known)
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +336,7 @@ def test_a_stage_whose_calls_were_all_fed_has_a_price() -> None:
     _, (step, *_) = observed(GRPO, plan, KNOWN)
     others = [span for span in step.spans if span.name != "gen.generate"]
     fed = Span(0, "gen.generate", "call", 0.0, 2.0, facts)
-    profile = learn(None, GRPO, plan, [Ran([*others, fed], 0.0)])
+    profile = fit(GRPO, [(plan, [Ran([*others, fed], 0.0)])])
     assert profile.stage("gen.generate").costs[0].call(Items(4)) == 2.0
 
 
@@ -467,7 +472,7 @@ def test_a_known_profile_is_corrected_where_it_ran_and_beside_it() -> None:
         source="analytic",
     )
     _, steps = observed(GRPO, plan, KNOWN)
-    profile = learn(believed, GRPO, plan, steps)
+    profile = fit(GRPO, [(plan, steps)], believed)
     (ran,) = KNOWN.stage("learner.train").costs
     one, two = profile.stage("learner.train").costs
     assert (one.lanes, two.lanes) == (1, 2)
@@ -500,7 +505,7 @@ def test_limits_that_were_not_tried_are_scaled() -> None:
     limited = replace(free.times(3.0), max_running=2)
     stage = replace(KNOWN.stage("gen.generate"), costs=(limited.times(2.0), free.times(2.0)))
     believed = replace(KNOWN, stages={**KNOWN.stages, "gen.generate": stage}, source="analytic")
-    costs = learn(believed, GRPO, *observed(GRPO, plan, KNOWN)).stage("gen.generate").costs
+    costs = fit(GRPO, [observed(GRPO, plan, KNOWN)], believed).stage("gen.generate").costs
     by_limit = {cost.max_running: cost for cost in costs}
     assert set(by_limit) == {None, 2}
     items = by_limit[None].seconds.points[-1][0]
@@ -515,12 +520,12 @@ def test_a_measured_profile_gives_way_slowly() -> None:
     plan = trial_plans(GRPO, LANES, ITEMS)[0]
     slow = replace(KNOWN, stages={name: one.times(2.0) for name, one in KNOWN.stages.items()})
     _, steps = observed(GRPO, plan, slow, steps=1)
-    after = learn(KNOWN, GRPO, plan, steps).stage("score").costs[0]
+    after = fit(GRPO, [(plan, steps)], KNOWN).stage("score").costs[0]
     items = 32  # of a replica's calls in this plan
     known = KNOWN.stage("score").costs[0].call(items)
     assert known * 1.1 < after.call(items) < known * 1.9
     many = observed(GRPO, plan, slow, steps=24)[1]
-    settled = learn(KNOWN, GRPO, plan, many).stage("score").costs[0]
+    settled = fit(GRPO, [(plan, many)], KNOWN).stage("score").costs[0]
     assert settled.call(items) == pytest.approx(2 * known, rel=0.1)
 
 

@@ -14,7 +14,8 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Ragged
 from m2flow.plan.file import to_json
 from m2flow.plan.profile import Profile
-from m2flow.plan.profile.learning import learn
+from m2flow.plan.profile.evidence import Evidence
+from m2flow.plan.profile.learning import fitted
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.profiling import cached, keep, profile_flow, stored_at
@@ -212,7 +213,9 @@ def test_an_ordinary_run_teaches_its_profile() -> None:
         graph, plan = run.graph, run.plan
     known = None
     for step in steps[1:]:
-        known = learn(known, graph, plan, [step])
+        evidence = Evidence(graph)
+        evidence.add(plan, [step])
+        known = fitted(evidence, known)
     assert known is not None
     (score,) = known.stage("judge.score").costs
     items = score.seconds.points[0][0]

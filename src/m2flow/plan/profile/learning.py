@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
-from m2flow.engine.plan import Plan
 from m2flow.errors import UserError
-from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.flow.graph import StageNode
 from m2flow.plan.profile import (
     LinkCost,
     Piecewise,
@@ -34,7 +33,7 @@ from m2flow.plan.profile.curves import (
     spread,
     typical,
 )
-from m2flow.plan.profile.evidence import Evidence, Sample, Step, Where
+from m2flow.plan.profile.evidence import Evidence, Sample, Where
 from m2flow.plan.profile.growing import fit_done, fit_growth
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
 
@@ -53,17 +52,6 @@ FEWEST = 4
 
 ENOUGH_LENGTHS = 64
 """With so many measured lengths, known ones do not count."""
-
-
-def learn(profile: Profile | None, graph: FlowGraph, plan: Plan, steps: Iterable[Step]) -> Profile:
-    """Return a profile of what steps under one plan took, or a known profile corrected by them.
-
-    Raises:
-        UserError: nothing is known of a stage, and none of the steps called it.
-    """
-    evidence = Evidence(graph)
-    evidence.add(plan, steps)
-    return fitted(evidence, profile)
 
 
 def fitted(
