@@ -204,7 +204,7 @@ def test_mini_batches_must_be_of_one_size() -> None:
     graph = GRAPHS["embodied"]
     plan = Plan("custom", (LaneSpec(0),), dict.fromkeys(graph.workers, ONE))
     validate(plan, graph, 6)
-    with pytest.raises(PlanError, match=r"learner\.train: cannot cut 7 items .*\(got 2\)"):
+    with pytest.raises(PlanError, match=r"learner\.train: cannot cut 7 items .* 2 mini-batches"):
         validate(plan, graph, 7)
 
 

@@ -8,7 +8,7 @@ from m2flow.engine.directory import Directory, Homes
 from m2flow.engine.ledger import StageLedger
 from m2flow.engine.loops import LoopLedger, LoopState, sticky_member
 from m2flow.engine.messages import Inputs, Part
-from m2flow.errors import UserError
+from m2flow.errors import PlanError
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 
 
@@ -35,7 +35,7 @@ class StepState:
         recalled: by stage the outputs that are recalled while others of their unit are not.
 
     Raises:
-        UserError: the number of items cannot be cut into a stage's mini-batches.
+        PlanError: the number of items cannot be cut into a stage's mini-batches.
     """
 
     def __init__(
@@ -220,13 +220,13 @@ def check_items(graph: FlowGraph, num_items: int) -> None:
     """Refuse a step that cannot be cut into a stage's mini-batches.
 
     Raises:
-        UserError: names the stage.
+        PlanError: names the stage.
     """
     for node in graph.nodes:
         total = num_items * node.fanout
         units = total // {"item": 1, "group": node.group_size, "step": total}[node.unit]
         if units % node.minibatches:
-            raise UserError(
+            raise PlanError(
                 f"cannot cut {units} {node.unit}s of a step into {node.minibatches} mini-batches "
                 "of the same size",
                 key=node.name,

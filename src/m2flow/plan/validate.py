@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan
+from m2flow.engine.steps import check_items
 from m2flow.engine.turns import whole_step_edges
 from m2flow.errors import PlanError, suggestion
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
@@ -67,7 +68,7 @@ def validate(
         _check_known("order", name, names)
     for node in graph.nodes:
         _check_gang(node, plan.placements[node.worker])
-        _check_minibatches(node, num_items)
+    check_items(graph, num_items)
     _check_edges(plan, graph, num_items)
     if plan.max_staleness < 0:
         raise PlanError("must not be negative", key="max_staleness", value=plan.max_staleness)
@@ -169,17 +170,6 @@ def _check_layout(worker: str, placement: Placement, declared: Collection[Layout
         )
     if (obstacle := layout.obstacle()) is not None:
         raise PlanError(obstacle, key=key, value=name, expected=f"one of {', '.join(names)}")
-
-
-def _check_minibatches(node: StageNode, num_items: int) -> None:
-    units = num_items * node.fanout // unit_items(node, num_items)
-    if units % node.minibatches:
-        raise PlanError(
-            f"cannot cut {units} {node.unit}s of a step into mini-batches of the same size",
-            key=node.name,
-            value=node.minibatches,
-            hint="change the items of a step or `minibatches`",
-        )
 
 
 def _check_gang(node: StageNode, placement: Placement) -> None:
