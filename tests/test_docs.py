@@ -25,7 +25,8 @@ from m2flow.cli.app import app
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
 from m2flow.observe.progress import Quiet
 from m2flow.observe.run_directory import read_metrics
-from m2flow.plan import plan_from_json, validate
+from m2flow.plan import validate
+from m2flow.plan.file import from_json
 from m2flow.workloads.common import train
 from m2flow.workloads.common.planning import flow_of
 from m2flow.workloads.common.reading import read_recipe, validated
@@ -296,9 +297,8 @@ def test_kubernetes_runs_a_command_of_ours(block: Block) -> None:
 @pytest.mark.parametrize("block", in_language("json"), ids=str)
 def test_json_is_a_plan_for_the_quick_start(block: Block) -> None:
     recipe = read_recipe(QUICKSTART)
-    validate(
-        plan_from_json(block.body, str(block)), flow_of(recipe).trace(), recipe.prompts_per_step
-    )
+    plan = from_json(Plan, block.body, str(block))
+    validate(plan, flow_of(recipe).trace(), recipe.prompts_per_step)
 
 
 def calls_in(tree: ast.AST, method: str) -> list[str]:

@@ -10,10 +10,13 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 
 from m2flow.cli.app import main
+from m2flow.engine.plan import Plan
+from m2flow.plan import read_plan
 
 TINY = """\
 workload: reasoning
@@ -50,6 +53,14 @@ class Outcome:
         assert self.err.count("\n") == 1, self.err
         assert self.err.endswith("\n"), self.err
         return self.err.removeprefix("error: ").strip()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that a command printed, read from a file as a person would keep it."""
+        with NamedTemporaryFile("w", suffix=".json") as file:
+            file.write(self.out)
+            file.flush()
+            return read_plan(file.name)
 
 
 M2flow = Callable[..., Outcome]

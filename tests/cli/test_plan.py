@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from m2flow.plan import plan_from_json, validate
+from m2flow.plan import validate
 from m2flow.plan.file import to_json
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
@@ -73,7 +73,7 @@ def test_a_cluster_that_is_not_here(tiny: Path, m2flow: M2flow) -> None:
 
 def test_two_sorts_of_accelerators(tiny: Path, m2flow: M2flow) -> None:
     outcome = m2flow("plan", tiny, "--cluster", "1x2xH100+1x2xL40S", "--json")
-    plan = plan_from_json(outcome.out)
+    plan = outcome.plan
     assert [lane.kind for lane in plan.lanes] == ["h100", "h100", "l40s", "l40s"]
     Path("plan.json").write_text(outcome.out)
     assert m2flow("plan", tiny, "--plan", "plan.json", "--json").code == 0
@@ -82,7 +82,7 @@ def test_two_sorts_of_accelerators(tiny: Path, m2flow: M2flow) -> None:
 def test_a_model_larger_than_a_lane_generates_on_several(tiny: Path, m2flow: M2flow) -> None:
     """66 GB of weights on accelerators of 48 GB."""
     model = ("--model", "Qwen2.5-32B")
-    plan = plan_from_json(m2flow("plan", tiny, "--cluster", "4x8xL40S", *model, "--json").out)
+    plan = m2flow("plan", tiny, "--cluster", "4x8xL40S", *model, "--json").plan
     spot = plan.placements["generator"]
     machines = {lane.id: lane.node for lane in plan.lanes}
     assert {len(gang) for gang in spot.replicas} <= {2, 4, 8}
@@ -99,7 +99,7 @@ def test_a_model_larger_than_a_lane_generates_on_several(tiny: Path, m2flow: M2f
 def test_vllm_stands_on_single_lanes(tiny: Path, m2flow: M2flow) -> None:
     """It need not be installed where the plan is made."""
     words = ("generation.engine=vllm", "--cluster", "4x8xL40S", "--model")
-    plan = plan_from_json(m2flow("plan", tiny, *words, "Qwen2.5-7B", "--json").out)
+    plan = m2flow("plan", tiny, *words, "Qwen2.5-7B", "--json").plan
     assert {len(gang) for gang in plan.placements["generator"].replicas} == {1}
     refused = m2flow("plan", tiny, *words, "Qwen2.5-32B")
     assert refused.code == 2
@@ -119,7 +119,7 @@ def test_the_json_is_a_plan_that_can_be_run(tiny: Path, m2flow: M2flow) -> None:
     outcome = m2flow("plan", tiny, "--cluster", "1x2xCPU", "--json", "deadline_seconds=77")
     assert (outcome.code, outcome.err) == (0, "")
     document = json.loads(outcome.out)
-    plan = plan_from_json(outcome.out)
+    plan = outcome.plan
     validate(plan, flow_of(read_recipe(tiny)).trace(), 4)
     assert plan.deadline_seconds == 77
     assert plan.predicted_seconds == document["decision"]["predicted"]["seconds"]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from m2flow.plan import plan_from_json
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 M2flow = Callable[..., Any]
@@ -85,7 +84,7 @@ def test_a_plan_makes_the_round_trip(
     lanes = "lanes=cpu:2"
     first = m2flow("plan", tiny, "--json", "--mode", mode, lanes, "deadline_seconds=77")
     assert (first.code, first.err) == (0, "")
-    plan = plan_from_json(first.out)
+    plan = first.plan
     assert (plan.mode, plan.deadline_seconds) == (mode, 77)
     Path("plan.json").write_text(first.out)
     assert m2flow("plan", tiny, "--json", "--plan", "plan.json").out == first.out

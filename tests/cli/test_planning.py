@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from m2flow.models.shape import PUBLISHED
-from m2flow.plan import plan_from_json
 from m2flow.workloads.reasoning import supported
 
 M2flow = Callable[..., Any]
@@ -28,7 +27,7 @@ def test_the_plan_has_what_the_recipe_asks_for(tiny: Path, m2flow: M2flow) -> No
         "layouts={learner: fsdp2, generator: tp4}", "model.num_key_value_heads=4",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
-    plan = plan_from_json(outcome.out)
+    plan = outcome.plan
     assert [lane.node for lane in plan.lanes] == [0, 0, 1, 1]
     assert {lane.memory_bytes for lane in plan.lanes} == {3 * 2**19}
     assert plan.placements["learner"].replicas == ((0, 1), (2, 3))
@@ -37,7 +36,7 @@ def test_the_plan_has_what_the_recipe_asks_for(tiny: Path, m2flow: M2flow) -> No
 
 
 def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
-    plan = plan_from_json(m2flow("plan", tiny, "--json", "lane_memory=4096").out)
+    plan = m2flow("plan", tiny, "--json", "lane_memory=4096").plan
     assert plan.lanes[0].memory_bytes == 4096
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from m2flow.plan import available_cores
+from m2flow.plan.machine import available_cores
 from m2flow.workloads.reasoning.data import DEFAULT_TEMPLATE
 
 Refused = Callable[..., str]

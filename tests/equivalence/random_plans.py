@@ -21,12 +21,12 @@ from m2flow.plan import (
     Placement,
     Plan,
     StagePlan,
-    isolate,
-    needs,
-    placed,
     validate,
 )
+from m2flow.plan.builders import placed
 from m2flow.plan.chunks import window_units
+from m2flow.plan.isolation import isolate
+from m2flow.plan.memory import needs
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 

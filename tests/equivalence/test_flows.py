@@ -12,7 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from m2flow.plan import BUILDERS, LaneSpec, build_plan, plan_from_json, to_json, validate
+from m2flow.plan import LaneSpec, Plan, build_plan, to_json, validate
+from m2flow.plan.builders import BUILDERS
+from m2flow.plan.file import from_json
 from tests.engine.audit import audit
 from tests.engine.random_cases import Case
 from tests.equivalence.flows import (
@@ -191,7 +193,7 @@ def test_every_random_plan_ends(
         gangs_allowed=scenario.gangs_allowed,
         isolated={"world"} & set(graph.workers) if seed % 3 == 0 else (),
     )
-    assert plan_from_json(to_json(plan)) == plan
+    assert from_json(Plan, to_json(plan), "plan") == plan
     audit(Case(graph, plan, scenario.items_per_step, len(scenario.batches), seed))
 
 

@@ -21,7 +21,7 @@ import torch
 import yaml
 from safetensors.torch import save
 
-from m2flow.engine.plan import LaneSpec
+from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.environments.demonstrations import read_demonstrations
 from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec
 from m2flow.errors import UserError
@@ -29,7 +29,7 @@ from m2flow.flow import Batch
 from m2flow.flow.rollouts import Rollouts
 from m2flow.observe.jsonl import cut_after_step, read_rows
 from m2flow.plan import build_plan
-from m2flow.plan.file import plan_from_json, read_json, read_plan, to_json
+from m2flow.plan.file import from_json, read_json, read_plan, to_json
 from m2flow.runtime.lane.frames import frame_bytes, read_frames
 from m2flow.training import checkpoint
 from m2flow.workloads.common.reading import read_recipe, validated
@@ -61,7 +61,7 @@ def check_plan(folder: Path, data: bytes) -> None:
     plan, refusal = outcome(lambda: read_plan(file))
     assert "\n" not in refusal
     if plan is not None:
-        assert plan_from_json(to_json(plan)) == plan
+        assert from_json(Plan, to_json(plan), "plan") == plan
 
 
 def check_demonstrations(folder: Path, data: bytes) -> None:

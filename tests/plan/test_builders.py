@@ -8,23 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from m2flow.engine.plan import Plan
 from m2flow.errors import UserError
 from m2flow.flow import Flow, FlowGraph, StageNode
 from m2flow.flow.worker import Layout
 from m2flow.plan import (
-    BUILDERS,
     LaneSpec,
     StagePlan,
     build_plan,
     companion,
     describe_plan,
     parse_lanes,
-    placed,
-    plan_from_json,
     to_json,
     validate,
     with_memory,
 )
+from m2flow.plan.builders import BUILDERS, placed
+from m2flow.plan.file import from_json
 from m2flow.simulation.driver import Simulation
 from tests.engine.random_cases import SeededCosts
 from tests.plan.small_graphs import EVALUATE, GRAPHS, GRPO, TALKING, WATCHED, Model
@@ -56,7 +56,7 @@ def test_every_mode_is_valid(name: str, mode: str, count: int, num_items: int) -
     plan = build_plan(mode, graph, cpu_lanes(count), num_items)
     validate(plan, graph, num_items)
     assert plan.mode == mode
-    assert plan_from_json(to_json(plan)) == plan
+    assert from_json(Plan, to_json(plan), "plan") == plan
     assert set(plan.placements) == set(placed(graph)) >= set(graph.workers)
     lines = describe_plan(plan, graph, num_items)
     assert mode in lines[0]

@@ -17,10 +17,10 @@ from m2flow.plan import (
     Placement,
     Plan,
     StagePlan,
-    plan_from_json,
     read_plan,
     to_json,
 )
+from m2flow.plan.file import from_json
 
 names = st.text(max_size=6)
 counts = st.integers(0, 2**40)
@@ -49,8 +49,8 @@ plans = st.builds(
 @given(plans)
 def test_round_trip(plan: Plan) -> None:
     text = to_json(plan)
-    assert plan_from_json(text) == plan
-    assert to_json(plan_from_json(text)) == text
+    assert from_json(Plan, text, "p") == plan
+    assert to_json(from_json(Plan, text, "p")) == text
 
 
 SMALL: dict[str, Any] = {
@@ -60,16 +60,20 @@ SMALL: dict[str, Any] = {
 }
 
 
+def read(folder: Path, text: str) -> Plan:
+    """A plan from a file of the name `p`."""
+    file = folder / "p"
+    file.write_text(text)
+    return read_plan(file)
+
+
 def test_keys_with_a_default_may_be_left_out(tmp_path: Path) -> None:
     expected = Plan("custom", (LaneSpec(0),), {"gen": Placement(((0,),))})
-    assert plan_from_json(json.dumps(SMALL)) == expected
-    file = tmp_path / "plan.json"
-    file.write_text(json.dumps(SMALL))
-    assert read_plan(file) == read_plan(str(file)) == expected
+    assert read(tmp_path, json.dumps(SMALL)) == read_plan(str(tmp_path / "p")) == expected
 
 
-def test_a_whole_number_of_seconds_is_a_float() -> None:
-    plan = plan_from_json(json.dumps({**SMALL, "deadline_seconds": 5}))
+def test_a_whole_number_of_seconds_is_a_float(tmp_path: Path) -> None:
+    plan = read(tmp_path, json.dumps({**SMALL, "deadline_seconds": 5}))
     assert isinstance(plan.deadline_seconds, float)
 
 
@@ -106,28 +110,29 @@ def test_a_whole_number_of_seconds_is_a_float() -> None:
     ],
 )
 def test_mistakes_are_refused_with_their_place(
-    change: dict[str, Any], parts: tuple[str, ...]
+    change: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(PlanError) as error:
-        plan_from_json(json.dumps({**SMALL, **change}), "p")
+        read(tmp_path, json.dumps({**SMALL, **change}))
     for part in parts:
         assert part in str(error.value)
 
 
 @pytest.mark.parametrize("key", SMALL)
-def test_required_keys(key: str) -> None:
+def test_required_keys(key: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=f"p: {key}: is missing"):
-        plan_from_json(json.dumps({k: v for k, v in SMALL.items() if k != key}), "p")
+        read(tmp_path, json.dumps({k: v for k, v in SMALL.items() if k != key}))
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"plan"'])
-def test_a_plan_is_a_table(text: str) -> None:
+def test_a_plan_is_a_table(text: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="p: is of the wrong type"):
-        plan_from_json(text, "p")
+        read(tmp_path, text)
 
 
-def test_why_a_plan_was_chosen_is_not_read() -> None:
-    assert plan_from_json(json.dumps({**SMALL, "decision": {"anything": 1}})).mode == "custom"
+def test_why_a_plan_was_chosen_is_not_read(tmp_path: Path) -> None:
+    text = json.dumps({**SMALL, "decision": {"anything": 1}})
+    assert read(tmp_path, text).mode == "custom"
 
 
 def test_text_that_is_no_json_names_the_file(tmp_path: Path) -> None:

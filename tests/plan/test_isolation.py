@@ -8,16 +8,16 @@ import pytest
 
 from m2flow.flow.worker import Isolation
 from m2flow.plan import (
-    BUILDERS,
     LaneSpec,
     Placement,
     Plan,
     build_plan,
     companion,
-    isolate,
     isolated_workers,
     validate,
 )
+from m2flow.plan.builders import BUILDERS
+from m2flow.plan.isolation import isolate
 from tests.plan.small_graphs import GRAPHS, GRPO, Grpo, Model, Trainer
 
 LANES = tuple(LaneSpec(n, cores=(n,), memory_bytes=50, node=n // 2) for n in range(4))

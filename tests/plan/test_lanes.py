@@ -13,13 +13,13 @@ from m2flow.errors import PlanError, UserError
 from m2flow.plan import (
     LaneSpec,
     Plan,
-    available_cores,
     check_machine,
     machine,
     parse_lanes,
     with_memory,
 )
 from m2flow.plan import lanes as lanes_module
+from m2flow.plan.machine import available_cores
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from m2flow.plan import LaneSpec, Placement, Plan, needs, with_sizes
+from m2flow.plan import LaneSpec, Placement, Plan, with_sizes
+from m2flow.plan.memory import needs
 from tests.plan.small_graphs import GRPO
 
 SPOTS = {

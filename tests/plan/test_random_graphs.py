@@ -9,19 +9,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from m2flow.engine.plan import EdgePlan
+from m2flow.engine.plan import EdgePlan, Plan
 from m2flow.errors import PlanError, UserError
 from m2flow.flow import SOURCE, FlowGraph, StageNode
 from m2flow.plan import (
-    BUILDERS,
     build_plan,
     companion,
     describe_plan,
     parse_lanes,
-    plan_from_json,
     to_json,
     validate,
 )
+from m2flow.plan.builders import BUILDERS
+from m2flow.plan.file import from_json
 from tests.engine.audit import audit
 from tests.engine.random_cases import Case, flows, plans, unit_items
 
@@ -52,7 +52,7 @@ def test_the_fixed_modes_fit_and_carry_out_any_flow(
 @some
 def test_any_plan_survives_its_file(data: Any, graph: FlowGraph) -> None:
     plan = data.draw(plans(graph, ITEMS))
-    assert plan_from_json(to_json(plan)) == plan
+    assert from_json(Plan, to_json(plan), "plan") == plan
     lines = describe_plan(plan, graph, ITEMS)
     assert len(lines) == 1 + len(plan.lanes) + len(graph.nodes) + len(plan.edges)
 

@@ -108,15 +108,6 @@ def read_json(
     return from_json(kind, text, str(path), error, ignore)
 
 
-def plan_from_json(text: str, where: str = "plan") -> Plan:
-    """Read a plan.
-
-    Raises:
-        PlanError: what `from_json` refuses.
-    """
-    return from_json(Plan, text, where, PlanError, ignore=(DECISION,))
-
-
 def read_plan(path: Path | str) -> Plan:
     """Read a plan file.
 

@@ -12,7 +12,7 @@ import pytest
 from m2flow.engine.loops import fused_loops
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
-from m2flow.plan import build_plan, plan_from_json
+from m2flow.plan import build_plan
 from m2flow.plan.profile.hardware import device_named
 from m2flow.plan.profile.work import FlowWork, total
 from m2flow.workloads.common.reading import read_recipe
@@ -58,7 +58,7 @@ def test_a_recipe_is_measured_and_then_planned(
     assert planned.code == 0, planned.err
     assert "with a profile that is measured" in planned.out
     graph = recipe_flow(read_recipe(RECIPE)).trace()  # type: ignore[arg-type]
-    plan = plan_from_json(run_command("plan", recipe, "--json").out)
+    plan = run_command("plan", recipe, "--json").plan
     assert fused_loops(graph, plan), "a trip between lanes is dearer than any of its turns"
 
 
