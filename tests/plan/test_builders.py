@@ -18,7 +18,6 @@ from m2flow.plan import (
     build_plan,
     companion,
     describe_plan,
-    parse_lanes,
     to_json,
     validate,
     with_memory,
@@ -27,6 +26,7 @@ from m2flow.plan.builders import BUILDERS, placed
 from m2flow.plan.file import from_json
 from m2flow.simulation.driver import Simulation
 from tests.engine.random_cases import SeededCosts
+from tests.plan.machines import lanes_on
 from tests.plan.small_graphs import EVALUATE, GRAPHS, GRPO, TALKING, WATCHED, Model
 
 FSDP2 = Layout("fsdp2", 2)
@@ -248,7 +248,7 @@ def test_gangs_that_cannot_be(layouts: dict[str, Layout], reason: str) -> None:
 
 
 def test_eager_stays_on_this_machine_and_adds_its_limits_up() -> None:
-    lanes = with_memory(parse_lanes("2xcpu:2", cores=(0, 1, 2, 3), num_gpus=0), 100)
+    lanes = with_memory(lanes_on("2xcpu:2", cores=(0, 1, 2, 3)), 100)
     (lane,) = build_plan("eager", GRPO, lanes, 8).lanes
     assert lane == LaneSpec(0, cores=(0, 2, 1, 3), memory_bytes=200)
     mixed = (*lanes[:1], LaneSpec(1, cores=(1,)))
@@ -256,13 +256,13 @@ def test_eager_stays_on_this_machine_and_adds_its_limits_up() -> None:
 
 
 def test_eager_takes_one_accelerator_and_its_limit() -> None:
-    lanes = parse_lanes("gpu:2", (0, 1), 2, (80, 80))
+    lanes = lanes_on("gpu:2", (0, 1), 2, (80, 80))
     (lane,) = build_plan("eager", GRPO, lanes, 8).lanes
     assert lane == LaneSpec(0, "gpu", (0, 1), gpu=0, memory_bytes=72)
 
 
 def test_explain_names_machines_limits_and_processes() -> None:
-    lanes = with_memory(parse_lanes("2xcpu:1", cores=(0,), num_gpus=0), 1000)
+    lanes = with_memory(lanes_on("2xcpu:1", cores=(0,)), 1000)
     plan = build_plan("collocated", GRPO, lanes, 8, isolated={"score"})
     lines = describe_plan(plan, GRPO, 8)
     assert "lane 1 (node 1, cores [0], at most 1 KB): gen, normalise, learner" in lines[2]

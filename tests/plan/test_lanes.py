@@ -20,13 +20,14 @@ from m2flow.plan import (
 )
 from m2flow.plan import lanes as lanes_module
 from m2flow.plan.machine import available_cores
+from tests.plan.machines import lanes_on
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(st.sets(st.integers(0, 99), min_size=1, max_size=12), st.data())
 def test_lanes_share_all_cores_evenly(cores: set[int], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(cores)))
-    lanes = parse_lanes(f"cpu:{count}", cores=sorted(cores), num_gpus=0)
+    lanes = lanes_on(f"cpu:{count}", cores=sorted(cores))
     assert [lane.id for lane in lanes] == list(range(count))
     assert sorted(core for lane in lanes for core in lane.cores) == sorted(cores)
     sizes = {len(lane.cores) for lane in lanes}
@@ -35,7 +36,7 @@ def test_lanes_share_all_cores_evenly(cores: set[int], data: st.DataObject) -> N
 
 
 def test_a_lane_for_each_accelerator() -> None:
-    lanes = parse_lanes(" gpu:2 ", cores=(4, 5, 6), num_gpus=3)
+    lanes = lanes_on(" gpu:2 ", cores=(4, 5, 6), num_gpus=3)
     assert lanes == (
         LaneSpec(0, "gpu", cores=(4, 6), gpu=0),
         LaneSpec(1, "gpu", cores=(5,), gpu=1),
@@ -43,18 +44,18 @@ def test_a_lane_for_each_accelerator() -> None:
 
 
 def test_auto_takes_the_accelerators_or_else_the_cores() -> None:
-    assert parse_lanes("auto", (0, 1), 1) == parse_lanes("gpu:1", (0, 1), 1)
-    assert parse_lanes("auto", (0, 1), 0) == parse_lanes("cpu:2", (0, 1), 0)
+    assert lanes_on("auto", (0, 1), 1) == lanes_on("gpu:1", (0, 1), 1)
+    assert lanes_on("auto", (0, 1), 0) == lanes_on("cpu:2", (0, 1), 0)
 
 
 def test_a_lane_of_an_accelerator_may_take_its_share_of_the_memory() -> None:
     sizes = (80_000_000_000, 24_000_000_000)
-    lanes = parse_lanes("gpu:2", (0, 1), 2, sizes)
+    lanes = lanes_on("gpu:2", (0, 1), 2, sizes)
     assert [lane.memory_bytes for lane in lanes] == [72_000_000_000, 21_600_000_000]
-    several = parse_lanes("2xgpu:1", (0, 1), 2, sizes)
+    several = lanes_on("2xgpu:1", (0, 1), 2, sizes)
     assert [lane.memory_bytes for lane in several] == [72_000_000_000, 72_000_000_000]
-    assert [lane.memory_bytes for lane in parse_lanes("gpu:2", (0, 1), 2)] == [None, None]
-    assert parse_lanes("cpu:1", (0, 1), 2, sizes)[0].memory_bytes is None
+    assert [lane.memory_bytes for lane in lanes_on("gpu:2", (0, 1), 2)] == [None, None]
+    assert lanes_on("cpu:1", (0, 1), 2, sizes)[0].memory_bytes is None
     assert {lane.memory_bytes for lane in with_memory(lanes, 7)} == {7}, "unless it is said"
 
 
@@ -90,7 +91,7 @@ def test_the_driver_tells_how_much_memory_there_is(
     assert machine.gpu_memory() == sizes
     if sizes:
         monkeypatch.setattr(lanes_module, "visible_gpus", lambda: len(sizes))
-        lane = parse_lanes(f"gpu:{len(sizes)}", (0, 1))[0]
+        lane = parse_lanes(f"gpu:{len(sizes)}")[0]
         assert lane.memory_bytes == int(0.9 * sizes[0])
 
 
@@ -106,14 +107,14 @@ def test_a_driver_that_does_not_say_sets_no_limit(
 
 
 def test_lanes_of_several_machines() -> None:
-    assert parse_lanes("2xcpu:2", (4, 7, 9), 0) == (
+    assert lanes_on("2xcpu:2", (4, 7, 9), 0) == (
         LaneSpec(0, cores=(4, 9)),
         LaneSpec(1, cores=(7,)),
         LaneSpec(2, cores=(0, 2), node=1),  # as many cores as here, numbered from 0
         LaneSpec(3, cores=(1,), node=1),
     )
-    assert parse_lanes("1xcpu:2", (0, 1), 0) == parse_lanes("cpu:2", (0, 1), 0)
-    lanes = parse_lanes("4xgpu:8", range(4), 8)
+    assert lanes_on("1xcpu:2", (0, 1), 0) == lanes_on("cpu:2", (0, 1), 0)
+    lanes = lanes_on("4xgpu:8", range(4), 8)
     assert [(lane.id, lane.node, lane.gpu) for lane in lanes] == [
         (node * 8 + gpu, node, gpu) for node in range(4) for gpu in range(8)
     ]
@@ -122,11 +123,11 @@ def test_lanes_of_several_machines() -> None:
 
 def test_the_first_of_several_machines_is_this_one() -> None:
     with pytest.raises(UserError, match=r"more lanes than.*'2xcpu:3'.*at most cpu:2"):
-        parse_lanes("2xcpu:3", (0, 1), 0)
+        lanes_on("2xcpu:3", (0, 1), 0)
 
 
 def test_a_limit_for_each_lane() -> None:
-    lanes = with_memory(parse_lanes("2xcpu:1", (0, 1), 0), 200)
+    lanes = with_memory(lanes_on("2xcpu:1", (0, 1), 0), 200)
     assert [lane.memory_bytes for lane in lanes] == [200, 200]
 
 
@@ -156,14 +157,14 @@ TEXTS = [
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_that_names_no_lanes(text: str) -> None:
     with pytest.raises(UserError, match=r"lanes: is not a lane specification.*such as cpu:2"):
-        parse_lanes(text, (0, 1), 0)
+        lanes_on(text, (0, 1), 0)
 
 
 def test_more_than_the_machine_has() -> None:
     with pytest.raises(UserError, match=r"more lanes than.*'cpu:3'.*at most cpu:2.*doctor"):
-        parse_lanes("cpu:3", (0, 1), 0)
+        lanes_on("cpu:3", (0, 1), 0)
     with pytest.raises(UserError, match=r"'gpu:1'.*no gpu lane, as there is none"):
-        parse_lanes("gpu:1", (0, 1), 0)
+        lanes_on("gpu:1", (0, 1), 0)
 
 
 def test_check_machine(monkeypatch: pytest.MonkeyPatch) -> None:

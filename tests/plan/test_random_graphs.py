@@ -24,6 +24,7 @@ from m2flow.plan.builders import BUILDERS
 from m2flow.plan.file import from_json
 from tests.engine.audit import audit
 from tests.engine.random_cases import Case, flows, plans, unit_items
+from tests.plan.machines import lanes_on
 
 ITEMS = 6
 GRAPHS = flows(ITEMS, max_calls=5)
@@ -35,9 +36,9 @@ some = settings(max_examples=40, deadline=None, suppress_health_check=list(Healt
 def test_the_fixed_modes_fit_and_carry_out_any_flow(
     graph: FlowGraph, mode: str, count: int, seed: int
 ) -> None:
-    lanes = parse_lanes(f"cpu:{count}", cores=range(count))
-    try:
-        plan = build_plan(mode, graph, lanes, ITEMS)
+    lanes = lanes_on(f"cpu:{count}", cores=range(count))
+    try:  # drawn calls may take longer than calls of a run may
+        plan = replace(build_plan(mode, graph, lanes, ITEMS), deadline_seconds=1e9)
     except UserError as error:
         assert mode in ("disaggregated", "hybrid")
         assert "needs" in str(error)  # noqa: PT017 - some flows cannot be parted
@@ -63,7 +64,7 @@ def test_another_flow_runs_on_the_lanes_of_a_plan(
     data: Any, graph: FlowGraph, other: FlowGraph
 ) -> None:
     plan = replace(data.draw(plans(graph, ITEMS)), lanes=())
-    lanes = parse_lanes("cpu:4", cores=range(4))
+    lanes = lanes_on("cpu:4", cores=range(4))
     shared = {  # what has the same name need not be able to work in the same way
         worker: spot
         for worker, spot in plan.placements.items()

@@ -12,12 +12,7 @@ from m2flow.plan.machine import available_cores, gpu_memory, visible_gpus
 from m2flow.plan.profile.hardware import USABLE_MEMORY
 
 
-def parse_lanes(
-    text: str,
-    cores: Sequence[int] | None = None,
-    num_gpus: int | None = None,
-    memory: Sequence[int] | None = None,
-) -> tuple[LaneSpec, ...]:
+def parse_lanes(text: str) -> tuple[LaneSpec, ...]:
     """Lanes of this machine, or of several that are alike.
 
     Args:
@@ -25,9 +20,6 @@ def parse_lanes(
             accelerators), or `auto` (all accelerators, else a lane for each core). `MxKIND:N`,
             such as `2xcpu:1`, is the same on each of M machines, of which this one
             is the first.
-        cores: cores that may be used here; by default those of this process.
-        num_gpus: accelerators that may be used here; by default those that are visible.
-        memory: bytes of each of them; by default what the driver tells of those that are visible.
 
     Returns:
         Lanes numbered over all machines, those of node 0 first. What the other machines have is
@@ -39,11 +31,7 @@ def parse_lanes(
     Raises:
         UserError: the text does not parse, or asks for more than this machine has.
     """
-    cores = available_cores() if cores is None else tuple(cores)
-    if memory is None:
-        memory = gpu_memory() if num_gpus is None else ()
-    num_gpus = visible_gpus() if num_gpus is None else num_gpus
-    text = text.strip()
+    cores, num_gpus, text = available_cores(), visible_gpus(), text.strip()
     if text == "auto":
         text = f"gpu:{num_gpus}" if num_gpus else f"cpu:{len(cores)}"
     match = re.fullmatch(r"(?:([0-9]+)x)?(cpu|gpu):([0-9]+)", text)
@@ -65,7 +53,7 @@ def parse_lanes(
             hint="`m2flow doctor` shows what this machine has, and `m2flow plan RECIPE --cluster "
             "1x8xH100` plans for lanes that are not here",
         )
-    limits = [int(size * USABLE_MEMORY) for size in memory] if kind == "gpu" else []
+    limits = [int(size * USABLE_MEMORY) for size in gpu_memory()] if kind == "gpu" else []
     lanes: list[LaneSpec] = []
     for node in range(nodes):
         numbers = cores if node == 0 else tuple(range(max(count, len(cores))))

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import Examination
-from m2flow.workloads.reasoning import evaluation
 from m2flow.workloads.reasoning.evaluation import accuracy, answered, majority, model_folder
 from m2flow.workloads.reasoning.workers import ModelSource
 
@@ -52,11 +50,8 @@ def test_without_lanes_all_that_the_machine_has_are_taken(
     evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are looked for as `auto`; a machine of one core keeps the test in this process."""
-
-    def of_one_core(text: str) -> tuple[LaneSpec, ...]:
-        return parse_lanes(text, cores=[0], num_gpus=0)
-
-    monkeypatch.setattr(evaluation, "parse_lanes", of_one_core)
+    monkeypatch.setattr("m2flow.plan.lanes.available_cores", lambda: (0,))
+    monkeypatch.setattr("m2flow.plan.lanes.visible_gpus", lambda: 0)
     assert len(evaluate(limit=3, lanes=())[0]) == 3
 
 
