@@ -187,10 +187,10 @@ def training(policy: ActionModel, chunks: int, lanes: int) -> tuple[StageWork, W
     return StageWork(works, IMAGE_BYTES), WorkerWork(state)
 
 
-def simulating(simulator: Simulator) -> StageWork:
-    """Price a step of environments, an item being one environment."""
+def simulating(simulator: Simulator, kind: str) -> StageWork:
+    """Price a step of environments on a kind of lane, an item being one environment."""
     work = LayoutWork(
         call=lambda envs: Work(seconds=simulator.seconds(envs)),
         working_bytes=lambda _: float(simulator.bytes_per_env),
     )
-    return StageWork((work,), IMAGE_BYTES, kinds=(simulator.kind,))
+    return StageWork((work,) if kind == simulator.kind else (), IMAGE_BYTES)

@@ -263,11 +263,12 @@ def embodied_gain(work: Embodied, lanes: int) -> Gain:
     cores = f"+{lanes // 8}x8xCPU" if work.simulator.kind == "cpu" else ""
     cluster = parse_cluster(f"{lanes // 8}x8x{work.device.name}{cores}")
 
-    def prices(_device: Device, count: int) -> FlowWork:
+    def prices(device: Device, count: int) -> FlowWork:
         acts, acting_state = acting(work.policy)
+        moves = simulating(work.simulator, device.kind)
         learns, learning_state = training(work.policy, work.steps, count)
         return FlowWork(
-            {"world.move": simulating(work.simulator), "policy.act": acts, "actor.train": learns},
+            {"world.move": moves, "policy.act": acts, "actor.train": learns},
             {"policy": acting_state, "actor": learning_state},
         )
 

@@ -77,12 +77,12 @@ class Episodes(Flow):
 def test_a_loop_of_a_simulator_on_cores_and_a_policy(prices: Any) -> None:
     graph = Episodes(world=World(), policy=Policy(), actor=Actor()).trace()
 
-    def work(_device: Device, lanes: int) -> FlowWork:
+    def work(device: Device, lanes: int) -> FlowWork:
         acts, acting_state = prices.acting(prices.OPENVLA_OFT)
         learns, learning_state = prices.training(prices.OPENVLA_OFT, 64, lanes)
         return FlowWork(
             {
-                "world.move": prices.simulating(prices.LIBERO),
+                "world.move": prices.simulating(prices.LIBERO, device.kind),
                 "policy.act": acts,
                 "actor.train": learns,
             },
@@ -94,7 +94,7 @@ def test_a_loop_of_a_simulator_on_cores_and_a_policy(prices: Any) -> None:
     assert {layout.kind for layout in profile.stage("policy.act").costs} == {"gpu"}
     (moving,) = profile.stage("world.move").costs
     assert moving.call(32) == pytest.approx(prices.LIBERO.seconds(32))
-    with pytest.raises(UserError, match="cpu lanes"):
+    with pytest.raises(UserError, match=r"fits on no 8 lanes of H100.*another kind"):
         analytic_profile(graph, parse_cluster("1x8xH100"), work, 64)
     with pytest.raises(UserError, match="fits on no 1 lane of"):
         analytic_profile(graph, parse_cluster("1x1xH100+1x1xCPU"), work, 64)

@@ -40,11 +40,11 @@ def cut(node: StageNode, num_items: int, calls: int) -> StagePlan:
 
 
 def spread(
-    graph: FlowGraph, placements: Mapping[str, Placement], num_items: int
+    graph: FlowGraph, placements: Mapping[str, Placement], num_items: int, calls: int = 1
 ) -> dict[str, StagePlan]:
-    """Chunks with which each replica of a stage has one call in a window."""
+    """Chunks with which each replica of a stage has so many calls in a window."""
     return {
-        node.name: cut(node, num_items, len(placements[node.worker].replicas))
+        node.name: cut(node, num_items, calls * len(placements[node.worker].replicas))
         for node in graph.nodes
     }
 

@@ -129,7 +129,7 @@ class _Kind:
         """Return, of each declared layout, the first way to run it that is possible and fits."""
         work = self.stage(node)
         found: dict[str, LayoutWork] = {}
-        for one in work.layouts if self.device.kind in work.kinds else ():
+        for one in work.layouts:
             obstacle = one.layout.obstacle()
             if obstacle is not None:
                 self.notices.append(f"{node.worker} cannot have {one.layout.name}: {obstacle}")
@@ -179,21 +179,14 @@ def _stage(node: StageNode, kinds: Sequence[_Kind], cluster: Cluster) -> StagePr
     if costs:
         work = next(kind for kind in kinds if kind.name == costs[0].kind).stage(node)
         return StageProfile(costs, Bytes(math.ceil(work.output_bytes)), work.lengths, work.turns)
-    able = [kind for kind in kinds if kind.device.kind in kind.stage(node).kinds]
-    if not able:
-        raise UserError(
-            "no lane of the cluster can run this stage",
-            key=node.name,
-            value=str(cluster),
-            expected=f"{' or '.join(kinds[0].stage(node).kinds)} lanes",
-        )
+    able = [kind for kind in kinds if kind.stage(node).layouts] or kinds
     kind = max(able, key=lambda one: one.device.usable_bytes)
     what = f"{node.name} of {kind.work.model}" if kind.work.model else node.name
     raise UserError(
         f"{what} fits on no {kind.lanes} lane{'s' * (kind.lanes > 1)} of {kind.device.name}",
         key="cluster",
         value=str(cluster),
-        expected="more lanes, or lanes with more memory",
+        expected="more lanes, or lanes with more memory or of another kind",
     )
 
 

@@ -17,7 +17,7 @@ from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout, Worker
 from m2flow.plan.builders import build_plan
-from m2flow.plan.chunks import cut
+from m2flow.plan.chunks import spread
 from m2flow.plan.isolation import isolate
 from m2flow.plan.validate import validate
 
@@ -65,7 +65,8 @@ def trial_plans(
         for mode, own in ways if parts in PARTS[:2] else ways[:2]:
             with suppress(UserError):  # the mode, or the layout, does not fit these lanes
                 plan = build_plan(mode, graph, free, num_items, layouts=own)
-                plans.append(_in_parts(plan, graph, num_items, parts))
+                stages = spread(graph, plan.placements, num_items, parts)
+                plans.append(replace(plan, stages=stages))
         if parts == PARTS[0] and fused_loops(graph, plans[0]):
             plans.append(replace(plans[0], fuse_loops=False))
     every = isolate(replace(plans[0], lanes=tuple(lanes)), isolated).lanes
@@ -75,15 +76,6 @@ def trial_plans(
         validate(plan, graph, num_items, isolated)
         found.setdefault((str(plan.placements), str(plan.stages), plan.fuse_loops), plan)
     return list(found.values())
-
-
-def _in_parts(plan: Plan, graph: FlowGraph, num_items: int, parts: int) -> Plan:
-    """Cut what each replica has of a mini-batch into so many calls."""
-    stages = {
-        node.name: cut(node, num_items, len(plan.placements[node.worker].replicas) * parts)
-        for node in graph.nodes
-    }
-    return replace(plan, stages=stages)
 
 
 def _laid_out(

@@ -81,8 +81,6 @@ class Work:
         )
 
 
-NO_WORK = Work()
-
 Held: TypeAlias = float | Mapping[str, float]
 """Bytes of memory, or bytes by what they are for."""
 
@@ -137,7 +135,7 @@ class LayoutWork:
     """
 
     layout: Layout = ONE_LANE
-    call: Callable[[int], Work] = lambda _items: NO_WORK
+    call: Callable[[int], Work] = lambda _items: Work()
     finish: Callable[[int], Work] | None = None
     working_bytes: Callable[[int], Held] = lambda _items: 0.0
     rounds: Rounds | None = None
@@ -148,18 +146,17 @@ class StageWork:
     """A stage on each of its declared layouts.
 
     Attributes:
-        layouts: ways to run it. Of several with the same name the first that fits counts.
+        layouts: ways to run it, none where this kind of lane cannot. Of several with the same name
+            the first that fits counts.
         output_bytes: of an output item on a link.
         lengths: units that an output item grows to.
         turns: for the first member of a loop, how many turns an item stays in it.
-        kinds: kinds of devices that can run it, as `Device.kind` has them.
     """
 
     layouts: tuple[LayoutWork, ...]
     output_bytes: float = 64.0
     lengths: Quantiles | None = None
     turns: Quantiles | None = None
-    kinds: tuple[str, ...] = ("cpu", "gpu")
 
 
 @dataclass(frozen=True)
