@@ -52,6 +52,9 @@ DECISION = Explanation(
     ),
     ruled_out={"disaggregated": "does not fit"},
     flips=(Flip("publishing", 3.5, "collocated", (), 0.6, 0.5),),
+    frontier=(),
+    race=(),
+    source="measured",
     assumptions=("prompts of 10 tokens",),
     timeline=Gantt(0.0, 0.41, (GanttRow((0, 1), PIECES, 0.0),)),
 )

@@ -93,9 +93,8 @@ def _figures(record: RunRecord, decision: Explanation) -> Iterator[tuple[str, st
 
 def _reasons(decision: Explanation) -> Iterator[str]:
     bound, idle = decision.bottleneck, decision.predicted.idle.values()
-    if bound is not None:
-        why = f"; {bound.why}" if bound.why else ""
-        yield f"bottleneck: {bound.what}, {percent(bound.share)} of the step{why}"
+    why = f"; {bound.why}" if bound.why else ""
+    yield f"bottleneck: {bound.what}, {percent(bound.share)} of the step{why}"
     if idle:
         yield f"lanes were expected to be idle for {percent(sum(idle) / len(idle))} of their time"
     for other in decision.runners_up[:1]:

@@ -18,10 +18,6 @@ from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan.chunks import pipelined, spread
 from m2flow.plan.isolation import isolate
 
-DEFAULT_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
-"""Every worker in the layout `ONE_LANE`."""
-
-
 Builder = Callable[[FlowGraph, Sequence[LaneSpec], int, Mapping[str, Layout]], Plan]
 """Makes the plan of one mode; raises a UserError where the mode does not fit graph or lanes."""
 
@@ -125,7 +121,7 @@ def build_plan(
     lanes: Sequence[LaneSpec],
     num_items: int,
     isolated: Collection[str] = (),
-    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
+    layouts: Mapping[str, Layout] = MappingProxyType({}),
 ) -> Plan:
     """The plan of a fixed mode.
 
@@ -208,18 +204,15 @@ def _placement(worker: str, lanes: Sequence[LaneSpec], layouts: Mapping[str, Lay
     layout, ids = layouts.get(worker, ONE_LANE), [lane.id for lane in lanes]
     size = layout.lanes
     if len(ids) % size:
+        divisors = [str(n) for n in range(1, len(ids) + 1) if len(ids) % n == 0]
         raise UserError(
             f"the worker's {len(ids)} lanes cannot be divided into replicas of {size} lanes",
             key=f"layouts.{worker}",
             value=layout.name,
-            expected=f"a layout of {_divisors(len(ids))} lanes",
+            expected=f"a layout of {' or '.join(divisors)} lanes",
         )
     replicas = tuple(tuple(ids[n : n + size]) for n in range(0, len(ids), size))
     return Placement(replicas, layout=layout.name)
-
-
-def _divisors(count: int) -> str:
-    return " or ".join(str(n) for n in range(1, count + 1) if count % n == 0)
 
 
 def _check_layouts(graph: FlowGraph, layouts: Mapping[str, Layout]) -> None:

@@ -7,10 +7,10 @@ or as SVG (`m2flow.observe.gantt`). A chart is plain data, which a JSON file can
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from statistics import mode
 
 from m2flow.engine.spans import Span, ids_text
 from m2flow.simulation.time_account import Piece, Window, by_lane, extent, pieces
@@ -81,7 +81,8 @@ def folded(chart: Gantt, columns: int) -> Gantt:
         groups: dict[frozenset[Work], list[tuple[Work | None, ...]]] = {}
         for row in drawn.values():
             groups.setdefault(_stages(row), []).append(row)
-        common = {stages: _most(rows) for stages, rows in groups.items()}
+        # Each column shows what most of the rows show there.
+        common = {key: tuple(map(mode, zip(*rows, strict=True))) for key, rows in groups.items()}
         shown = {lane: common[_stages(row)] for lane, row in drawn.items()}
     idle = {row.lanes[0]: row.idle for row in chart.rows}
     together: dict[tuple[Work | None, ...], list[int]] = {}
@@ -160,8 +161,3 @@ def _idle(row: Sequence[Piece], window: Window) -> float:
 def _stages(row: Sequence[Work | None]) -> frozenset[Work]:
     """The stages that a row shows."""
     return frozenset(work for work in row if work and work[0] == "call")
-
-
-def _most(rows: Sequence[tuple[Work | None, ...]]) -> tuple[Work | None, ...]:
-    """For each column what most of the rows show there."""
-    return tuple(Counter(column).most_common(1)[0][0] for column in zip(*rows, strict=True))

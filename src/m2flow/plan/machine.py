@@ -111,11 +111,8 @@ def _of_each_gpu(field: str) -> tuple[str, ...]:
 
 def _told_of(name: str, told: dict[str, str]) -> str:
     """Of an accelerator by its number or the beginning of its UUID; nothing if none is meant."""
-    return next((told[one] for one in told if one == name or _begins(one, name)), "")
-
-
-def _begins(uuid: str, name: str) -> bool:
-    return name.startswith("GPU-") and uuid.startswith(name)
+    begins = name.startswith("GPU-")
+    return next((told[x] for x in told if x == name or (begins and x.startswith(name))), "")
 
 
 def asked_of_driver(fields: str) -> tuple[str, ...]:

@@ -96,7 +96,6 @@ def with_sizes(
         state_bytes: worker to what its state takes on each of its lanes.
         working_bytes: worker to what a call takes there beside it.
     """
-
     spots = {
         worker: replace(
             spot,

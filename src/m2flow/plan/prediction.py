@@ -13,6 +13,9 @@ from m2flow.plan.profile import Profile
 from m2flow.plan.units import Bytes, Seconds
 from m2flow.simulation.time_account import Window
 
+AS_GOOD = 0.01
+"""Relative difference of predicted seconds up to which two plans count as equally fast."""
+
 MINOR = 0.01
 """A stage that takes a smaller share of the lanes' work makes no difference between plans."""
 

@@ -112,13 +112,8 @@ class Race:
 
     @property
     def leader(self) -> Entrant:
-        """The entrant that is fastest as far as is known.
-
-        Raises:
-            LookupError: every entrant was ruled out.
-        """
-        if not self._racing:
-            raise LookupError("every plan of the race was ruled out")
+        """The entrant that is fastest as far as is known."""
+        assert self.open, "every plan of the race was ruled out"
         return min(self._racing, key=self.believed)
 
     def believed(self, entrant: Entrant) -> float:

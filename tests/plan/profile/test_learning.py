@@ -12,8 +12,8 @@ import pytest
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.engine.spans import Span, SpanKind, ids_of
 from m2flow.errors import UserError
-from m2flow.flow import FlowGraph, stage
-from m2flow.flow.worker import Layout
+from m2flow.flow import FlowGraph, Worker, stage
+from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan import build_plan
 from m2flow.plan.choose import choose
 from m2flow.plan.profile import (
@@ -209,27 +209,39 @@ def test_turns_of_a_loop_are_counted() -> None:
     assert 2.0 < turns.largest <= 5.0
 
 
-def declared(*workers: str, sizes: Sequence[int] = (2, 4)) -> dict[str, list[Layout]]:
-    """Layouts of these sizes for each of these workers."""
-    return {worker: [Layout(f"x{n}", n) for n in sizes] for worker in workers}
+class Divided(Worker):
+    """Declares layouts of some sizes, and one that it cannot have."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+
+    def layouts(self, kind: str, lanes: int) -> list[Layout]:
+        assert kind == "cpu"
+        possible = [Layout(f"x{n}", n) for n in self.sizes if n <= lanes]
+        return [ONE_LANE, Layout("not", 2, (("heads", 3, 2),)), *possible]
+
+
+def divided(*workers: str, sizes: Sequence[int] = (2, 4)) -> dict[str, Worker]:
+    """Workers with layouts of these sizes."""
+    return dict.fromkeys(workers, Divided(sizes))
 
 
 def test_trial_plans_show_every_stage_together_and_apart_in_several_sizes() -> None:
-    plans = trial_plans(GRPO, LANES, ITEMS, layouts=declared("learner", sizes=(2,)))
+    plans = trial_plans(GRPO, LANES, ITEMS, workers=divided("learner", sizes=(2,)))
     for node in GRPO.nodes:
         replicas = {len(plan.placements[node.worker].replicas) for plan in plans}
         assert replicas == {1, 2}
         assert len({plan.stages[node.name].chunk for plan in plans}) >= 3
     gangs = [p for p in plans if p.placements["learner"].replicas == ((0, 1),)]
     assert {len(plan.placements["gen"].replicas) for plan in gangs} == {2}
-    alone = trial_plans(GRPO, LANES[:1], ITEMS, layouts=declared("learner", sizes=(2,)))
+    alone = trial_plans(GRPO, LANES[:1], ITEMS, workers=divided("learner", sizes=(2,)))
     assert {plan.mode for plan in alone} == {"collocated"}
 
 
 def test_workers_are_tried_in_each_layout_that_they_declare() -> None:
     four = tuple(LaneSpec(number) for number in range(4))
-    layouts = declared("learner") | declared("gen", sizes=(2,))
-    plans = trial_plans(GRPO, four, ITEMS, layouts=layouts)
+    workers = divided("learner") | divided("gen", sizes=(2,))
+    plans = trial_plans(GRPO, four, ITEMS, workers=workers)
     names = [
         tuple(plan.placements[worker].layout for worker in ("learner", "gen", "score"))
         for plan in plans
@@ -267,7 +279,7 @@ def test_generation_on_gangs_and_what_publishing_to_it_takes_come_back() -> None
             for place, extra in (("same", 0.0), ("node", 0.05))
         ),
     )
-    plans = trial_plans(GRPO, LANES, ITEMS, layouts=declared("learner", "gen", sizes=(2,)))
+    plans = trial_plans(GRPO, LANES, ITEMS, workers=divided("learner", "gen", sizes=(2,)))
     found = fit(GRPO, [observed(GRPO, plan, known) for plan in plans])
     layouts = {layout.lanes: layout for layout in found.stage("gen.generate").costs}
     assert set(layouts) == {1, 2}

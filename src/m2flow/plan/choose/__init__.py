@@ -11,12 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout
-from m2flow.plan.builders import BUILDERS, DEFAULT_LAYOUTS, build_plan
+from m2flow.plan.builders import BUILDERS, build_plan
 from m2flow.plan.choose.descent import Descent
 from m2flow.plan.choose.draft import AUTO, draft_of, obstacle, to_plan
 from m2flow.plan.choose.folding import fold_of, folded, unfolded
@@ -24,7 +25,7 @@ from m2flow.plan.choose.judge import Judge, Shape, shape, sized
 from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.choose.structures import starts
 from m2flow.plan.isolation import isolate
-from m2flow.plan.prediction import Candidate, Decision
+from m2flow.plan.prediction import AS_GOOD, Candidate, Decision
 from m2flow.plan.profile import Profile
 
 EFFORT = 100
@@ -40,9 +41,6 @@ STEPS, MANY_EVENTS, NEAR = 3, 3000, 0.1
 """Steps of such a simulation; one, where that has more events, or where a plan is slower in one
 step than the fastest by more than this share."""
 
-AS_GOOD = 0.01
-"""Relative difference of predicted seconds up to which two plans count as equally fast."""
-
 MODES = tuple(mode for mode in BUILDERS if mode != "eager")
 
 
@@ -54,7 +52,7 @@ def choose(
     *,
     max_staleness: int = 0,
     isolated: Collection[str] = (),
-    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
+    layouts: Mapping[str, Layout] = MappingProxyType({}),
     beside: Sequence[Plan] = (),
     effort: int = EFFORT,
 ) -> Decision:

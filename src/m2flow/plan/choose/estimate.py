@@ -24,9 +24,6 @@ EARLY = 0.1
 """Share of a streaming call after which its first outputs are out."""
 
 
-_NEVER_USED = (0.0, 0.0)
-
-
 class _StageSeconds(NamedTuple):
     """Seconds of a stage.
 
@@ -43,7 +40,7 @@ class _StageSeconds(NamedTuple):
 
 def estimate(problem: PlanningProblem, draft: Draft) -> float:
     """About how many seconds a step takes."""
-    free = {kind: [_NEVER_USED] * len(ids) for kind, ids in problem.ids.items()}
+    free = {kind: [(0.0, 0.0)] * len(ids) for kind, ids in problem.ids.items()}
     first: dict[int, float] = {SOURCE: 0.0}
     last: dict[int, float] = {SOURCE: 0.0}
     busy = [0.0] * len(draft.spots)

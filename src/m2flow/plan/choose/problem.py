@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 from m2flow.engine.plan import LaneSpec
@@ -52,7 +53,8 @@ class PlanningProblem:
         ordered = sorted(lanes, key=lambda lane: (lane.node, lane.id))
         kinds = sorted({lane.kind for lane in lanes})
         self.ids = {k: tuple(lane.id for lane in ordered if lane.kind == k) for k in kinds}
-        self.memory = {kind: self._least_memory(kind) for kind in kinds}
+        limits = [(x.kind, x.memory_bytes) for x in lanes if x.memory_bytes is not None]
+        self.memory = {k: min((m for kind, m in limits if kind == k), default=None) for k in kinds}
         self.workers = graph.workers
         self.number = {worker: n for n, worker in enumerate(self.workers)}
         self.companions = {worker: self._companions(worker) for worker in self.workers}
@@ -70,11 +72,8 @@ class PlanningProblem:
             if producer != SOURCE:
                 self.near[producer].add(self.number[graph.nodes[consumer].worker])
                 self.near[consumer].add(self.number[graph.nodes[producer].worker])
+        self._cost = cache(profile.cost)
         self._kept: dict[tuple[object, ...], Any] = {}
-
-    def _least_memory(self, kind: str) -> int | None:
-        known = [x.memory_bytes for x in self.lanes if x.kind == kind]
-        return min((size for size in known if size is not None), default=None)
 
     def _companions(self, worker: str) -> tuple[str, ...]:
         edges = [edge for edge in self.graph.weight_edges if edge.source == worker]
@@ -124,7 +123,7 @@ class PlanningProblem:
 
     def cost(self, node: StageNode, option: WorkerCost, running: int | None) -> StageCost:
         """What a stage takes in a layout under a running limit."""
-        return self.kept(_cost, node.index, option, running)
+        return self._cost(node.name, option.layout, option.lanes, option.kind, running)
 
     def call_seconds(
         self, node: StageNode, option: WorkerCost, running: int | None, units: int
@@ -153,10 +152,3 @@ class PlanningProblem:
         loop = self.graph.loops[node.loop]
         known = self.profile.stage(self.graph.nodes[loop.members[0]].name).turns
         return float(loop.max_turns or 1) if known is None else max(1.0, known.mean)
-
-
-def _cost(
-    problem: PlanningProblem, stage: int, option: WorkerCost, running: int | None
-) -> StageCost:
-    name = problem.graph.nodes[stage].name
-    return problem.profile.cost(name, option.layout, option.lanes, option.kind, running)

@@ -8,7 +8,7 @@ The lanes are dealt to the blocks by the work of each.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import permutations, product
 from math import ceil, inf
 
 from m2flow.flow.graph import SOURCE, StageNode
@@ -156,13 +156,12 @@ def _deals(
         deal[max(range(len(deal)), key=lambda n: work[n] / deal[n])] += 1
     yield deal
     step = max(1, lanes // 16)
-    for giver in range(len(deal)):
-        for taker in range(len(deal)):
-            if giver != taker and deal[giver] - step >= least[giver]:
-                other = list(deal)
-                other[giver] -= step
-                other[taker] += step
-                yield other
+    for giver, taker in permutations(range(len(deal)), 2):
+        if deal[giver] - step >= least[giver]:
+            other = list(deal)
+            other[giver] -= step
+            other[taker] += step
+            yield other
 
 
 def _spots(
@@ -279,11 +278,8 @@ def _fine_enough(
 ) -> float:
     """Return how many calls to make a replica and window: `calls`, or more where memory needs it
     or they cost less."""
-    node, limit, window = (
-        problem.graph.nodes[stage],
-        problem.memory[option.kind],
-        problem.windows[stage],
-    )
+    node, window = problem.graph.nodes[stage], problem.windows[stage]
+    limit = problem.memory[option.kind]
     best, least = FINENESS[-1], inf
     for finer in (calls, *(n for n in FINENESS if n > calls)):
         number = max(1, round(replicas * finer))

@@ -8,7 +8,7 @@ sizes bytes, all shares between 0 and 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan.explain.bottleneck import Bottleneck, bottleneck
@@ -24,8 +24,6 @@ RUNNERS_UP = 3
 
 COLUMNS = 240
 """Columns of time of the chart of the predicted step."""
-
-NOTHING = Gantt(0.0, 0.0, ())
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Explanation:
         stands: which workers stand on which lanes, in words.
         stages: names of the flow's stages, in its order.
         predicted: prediction of the plan; its spans are in `timeline`.
-        bottleneck: what bounds the step; None where nothing is known of its spans.
+        bottleneck: what bounds the step.
         memory: what the fullest lane holds, in words; empty where sizes are not known.
         runners_up: the next best plans.
         ruled_out: plans that cannot run, and why.
@@ -81,16 +79,16 @@ class Explanation:
     stands: tuple[str, ...]
     stages: tuple[str, ...]
     predicted: Prediction
-    bottleneck: Bottleneck | None
+    bottleneck: Bottleneck
     memory: str
     runners_up: tuple[Alternative, ...]
-    ruled_out: Mapping[str, str] = field(default_factory=dict)
-    flips: tuple[Flip, ...] | None = None
-    frontier: tuple[Alternative, ...] = ()
-    race: tuple[Tried, ...] = ()
-    source: str = "measured"
-    assumptions: tuple[str, ...] = ()
-    timeline: Gantt = NOTHING
+    ruled_out: Mapping[str, str]
+    flips: tuple[Flip, ...] | None
+    frontier: tuple[Alternative, ...]
+    race: tuple[Tried, ...]
+    source: str
+    assumptions: tuple[str, ...]
+    timeline: Gantt
 
     @property
     def seconds(self) -> float:

@@ -36,12 +36,9 @@ class Bottleneck:
     why: str
 
 
-def bottleneck(candidate: Candidate) -> Bottleneck | None:
-    """What bounds the step of a candidate; None if its prediction has no spans."""
-    spans = candidate.prediction.spans
-    if not spans:
-        return None
-    lanes = [lane.id for lane in candidate.plan.lanes]
+def bottleneck(candidate: Candidate) -> Bottleneck:
+    """What bounds the step of a candidate."""
+    spans, lanes = candidate.prediction.spans, [lane.id for lane in candidate.plan.lanes]
     accounts = where_the_time_went(spans, candidate.prediction.window, lanes)
     idle = {one.lane: one.share(one.terms["waiting"]) for one in accounts}
     least = min(idle.values())

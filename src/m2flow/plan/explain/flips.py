@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from m2flow.errors import RunFailed
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan.explain.differences import differences
-from m2flow.plan.prediction import Candidate, Decision
+from m2flow.plan.prediction import AS_GOOD, Candidate, Decision
 from m2flow.plan.profile import Profile, WorkerCost
 from m2flow.plan.simulate import simulate
 from m2flow.plan.units import BytesPerSecond, Seconds
@@ -23,9 +23,6 @@ FACTORS = (1.25, 1.5, 2.0, 4.0)
 
 RIVALS = 3
 """Number of other plans that may overtake."""
-
-CLEAR = 0.01
-"""A plan that is faster by less than this share counts as equally fast."""
 
 NOTICED = 0.01
 """An input that takes less than this share of the lanes' time in every plan flips nothing."""
@@ -68,7 +65,7 @@ def flips(decision: Decision, graph: FlowGraph) -> list[Flip]:
     chosen = decision.chosen
     allowed = chosen.plan.max_staleness
     rivals = [one for one in decision.others if one.plan.max_staleness <= allowed][:RIVALS]
-    if any(one.prediction.seconds * (1 + CLEAR) < chosen.prediction.seconds for one in rivals):
+    if any(one.prediction.seconds * (1 + AS_GOOD) < chosen.prediction.seconds for one in rivals):
         return []
     found: list[Flip] = []
     for what in (*(node.name for node in graph.nodes), *OVERHEAD) if rivals else ():
@@ -102,7 +99,7 @@ def _of_input(
 
         ours, theirs = seconds(chosen), [seconds(rival) for rival in rivals]
         best = min(theirs)
-        if best * (1 + CLEAR) >= ours:
+        if best * (1 + AS_GOOD) >= ours:
             return None
         other = rivals[theirs.index(best)].plan
         changes = tuple(differences(chosen.plan, other))

@@ -8,15 +8,12 @@ from statistics import median
 from m2flow.plan.explain import Explanation
 from m2flow.plan.explain.picture import picture
 from m2flow.plan.gantt import lane_names
+from m2flow.plan.prediction import AS_GOOD
 from m2flow.plan.sizes import brief
 from m2flow.simulation.time_account import TERMS
 
 SHOWN = 4
 """Phrases of a difference, flips, and plans that were ruled out, that are printed."""
-
-
-BETTER = 0.99
-"""A plan that takes less than this share of the chosen one's seconds is clearly faster."""
 
 
 def in_words(explanation: Explanation, width: int = 100) -> list[str]:
@@ -76,16 +73,13 @@ def _race(explanation: Explanation) -> Iterator[str]:
 
 def _bounds(explanation: Explanation) -> Iterator[str]:
     found, idle = explanation.bottleneck, explanation.predicted.idle.values()
-    if found is not None:
-        place = f" on {lane_names(found.lanes)}" if len(found.lanes) <= SHOWN else ""
-        of_it = f"{brief(found.seconds)} of the step ({found.share:.0%})"
-        yield f"bottleneck: {found.what}{place}, {of_it}"
-        yield from (f"  {line}" for line in [found.why] if line)
-    if idle:
-        yield (
-            f"idle: {sum(idle) / len(idle):.0%} of all lanes' time "
-            f"(from {min(idle):.0%} to {max(idle):.0%})"
-        )
+    place = f" on {lane_names(found.lanes)}" if len(found.lanes) <= SHOWN else ""
+    of_it = f"{brief(found.seconds)} of the step ({found.share:.0%})"
+    yield f"bottleneck: {found.what}{place}, {of_it}"
+    if found.why:
+        yield f"  {found.why}"
+    share = f"{sum(idle) / len(idle):.0%} of all lanes' time"
+    yield f"idle: {share} (from {min(idle):.0%} to {max(idle):.0%})"
     if explanation.memory:
         yield f"memory: {explanation.memory}"
 
@@ -93,7 +87,7 @@ def _bounds(explanation: Explanation) -> Iterator[str]:
 def _runners_up(explanation: Explanation) -> Iterator[str]:
     for number, other in enumerate(explanation.runners_up):
         word = "runner-up" if number == 0 else "then"
-        word = "better" if other.seconds < BETTER * explanation.seconds else word
+        word = "better" if other.seconds * (1 + AS_GOOD) < explanation.seconds else word
         yield f"{word}: {other.title}, {brief(other.seconds)} a step"
         if number == 0:
             yield from _some([f"  {change}" for change in other.changes])
@@ -135,7 +129,8 @@ def costs(explanation: Explanation) -> list[str]:
 
 def _flips(explanation: Explanation) -> Iterator[str]:
     flips = explanation.flips or ()
-    if any(one.seconds < BETTER * explanation.seconds for one in explanation.runners_up[:1]):
+    first = explanation.runners_up[:1]
+    if any(one.seconds * (1 + AS_GOOD) < explanation.seconds for one in first):
         yield "  nothing: another plan is faster as it is"
     elif not flips:
         yield "  no input alone, up to 4 times more or less of it"

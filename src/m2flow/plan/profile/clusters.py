@@ -63,10 +63,6 @@ class Cluster:
             for name, device in reversed(every.items())
         }
 
-    def kind_of(self, device: Device) -> str:
-        """The kind of a lane that is such a device."""
-        return next(kind for kind, found in self.kinds.items() if found.name == device.name)
-
     def lanes_of(self, kind: str) -> int:
         """How many lanes of a kind there are."""
         name = self.kinds[kind].name
@@ -117,9 +113,10 @@ def _machines(part: str, text: str, key: str) -> Machines:
 def lane_specs(cluster: Cluster) -> tuple[LaneSpec, ...]:
     """The lanes of a cluster, with the memory that states and calls may take on each."""
     lanes: list[LaneSpec] = []
+    kind_of = {one.name: kind for kind, one in cluster.kinds.items()}
     machines = [part for part in cluster.machines for _ in range(part.nodes)]
     for node, part in enumerate(machines):
-        kind, room = cluster.kind_of(part.device), part.device.usable_bytes
+        kind, room = kind_of[part.device.name], part.device.usable_bytes
         for number in range(part.device.lanes_per_node):
             gpu = number if part.device.kind == "gpu" else None
             cores = () if gpu is not None else (number,)

@@ -122,7 +122,7 @@ class Evidence:
             worker = self._nodes[some[0].name].worker
             where = placed.of(worker, some[0].lane, some[0].name)
             seconds = max(span.seconds for span in some)
-            self._keep("finish", where, Sample(placed.replicas(worker), seconds))
+            self._keep("finish", where, Sample(len(plan.placements[worker].replicas), seconds))
         self._add_publishes([span for span in counted if span.kind == "publish"], placed)
         self._add_memory(gauged, placed)
         self._add_items(spans)
@@ -246,9 +246,6 @@ class _PlanLayouts:
         gang = spot.replicas[0]
         kind = self._lanes[gang[0] if lane is None else lane].kind
         return stage or worker, spot.layout, len(gang), kind
-
-    def replicas(self, worker: str) -> int:
-        return len(self._plan.placements[worker].replicas)
 
     def place(self, source: str, lane: int) -> str:
         """Say how far a lane is from the first replica of a worker on another one."""

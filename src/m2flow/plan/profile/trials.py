@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 
 from m2flow.engine.loops import fused_loops
 from m2flow.engine.plan import LaneSpec, Plan
@@ -25,29 +26,13 @@ PARTS = (1, 4, 2, 8)
 """Into how many calls a replica's part of a mini-batch is cut, the most telling first."""
 
 
-def declared(
-    graph: FlowGraph, workers: Mapping[str, Worker], lanes: Sequence[LaneSpec]
-) -> dict[str, list[Layout]]:
-    """Return the layouts on several lanes that workers declare for these lanes, and can have."""
-    kind, most = lanes[0].kind, len(lanes)
-    return {
-        name: [
-            one
-            for one in worker.layouts(kind, most)
-            if 1 < one.lanes <= most and one.obstacle() is None
-        ]
-        for name, worker in workers.items()
-        if name in graph.workers
-    }
-
-
 def trial_plans(
     graph: FlowGraph,
     lanes: Sequence[LaneSpec],
     num_items: int,
     *,
     isolated: Collection[str] = (),
-    layouts: Mapping[str, Sequence[Layout]] | None = None,
+    workers: Mapping[str, Worker] = MappingProxyType({}),
 ) -> list[Plan]:
     """Return the plans to measure, the most telling first; each is valid, and none comes twice.
 
@@ -56,10 +41,15 @@ def trial_plans(
         lanes: what there is; what is missing of lanes reserved for a worker is added.
         num_items: source items of a step.
         isolated: workers that get lanes of their own.
-        layouts: by worker, what it can have beside a single lane; see `declared`.
+        workers: of the flow; each is tried in layouts on several lanes that it declares, too.
     """
     free = [lane for lane in lanes if lane.reserved_for is None]
-    ways = [("collocated", {}), ("disaggregated", {}), *_laid_out(layouts or {}, len(free))]
+    layouts = {
+        name: [one for one in worker.layouts(free[0].kind, len(free)) if one.obstacle() is None]
+        for name, worker in workers.items()
+        if name in graph.workers
+    }
+    ways = [("collocated", {}), ("disaggregated", {}), *_laid_out(layouts, len(free))]
     plans = list[Plan]()
     for parts in PARTS:
         for mode, own in ways if parts in PARTS[:2] else ways[:2]:
@@ -85,11 +75,12 @@ def _laid_out(
 
     Of several layouts of one size it is the one that the worker names first.
     """
-    for size in sorted({one.lanes for known in layouts.values() for one in known}):
+    sizes = {one.lanes for known in layouts.values() for one in known}
+    for size in sorted(size for size in sizes if size > 1 and num_lanes % size == 0):
         some = {
             worker: next(one for one in known if one.lanes == size)
             for worker, known in layouts.items()
-            if num_lanes % size == 0 and any(one.lanes == size for one in known)
+            if any(one.lanes == size for one in known)
         }
         yield from (("collocated", {worker: one}) for worker, one in some.items())
         if len(some) > 1:

@@ -15,6 +15,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol
 
 from m2flow.engine.plan import LaneSpec, Plan, StagePlan
@@ -22,7 +23,7 @@ from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout
-from m2flow.plan.builders import DEFAULT_LAYOUTS, build_plan
+from m2flow.plan.builders import build_plan
 from m2flow.plan.choose import choose
 from m2flow.plan.choose.judge import shape
 from m2flow.plan.chunks import window_units
@@ -115,7 +116,7 @@ class Pilot:
         known: Profile | None = None,
         max_staleness: int = 0,
         isolated: Collection[str] = (),
-        layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
+        layouts: Mapping[str, Layout] = MappingProxyType({}),
         num_steps: int | None = None,
         deadline_seconds: float | None = None,
         keep: Callable[[Profile], object] = nowhere,

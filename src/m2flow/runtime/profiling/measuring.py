@@ -23,7 +23,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.plan import isolated_workers
 from m2flow.plan.profile import LinkCost, Profile
 from m2flow.plan.profile.evidence import Evidence
-from m2flow.plan.profile.trials import declared, trial_plans
+from m2flow.plan.profile.trials import trial_plans
 from m2flow.plan.units import BytesPerSecond, Seconds
 from m2flow.runtime.driver.starting import isolation_of, run_on, specs_of
 from m2flow.runtime.transport.table import ASSUMED
@@ -83,9 +83,7 @@ def profile_flow(
     flow = make_flow()
     graph, isolated = flow.trace(), isolated_workers(flow)
     specs = specs_of(lanes)
-    free = [lane for lane in specs if lane.reserved_for is None]
-    layouts = declared(graph, flow.workers, free)
-    plans = trial_plans(graph, specs, len(batches[0]), isolated=isolated, layouts=layouts)
+    plans = trial_plans(graph, specs, len(batches[0]), isolated=isolated, workers=flow.workers)
     with _pool(lanes, plans[0], flow) as pool:
         links = _links(pool)
         session = Session(graph, pool, make_flow, batches, plans, started + budget_seconds)
