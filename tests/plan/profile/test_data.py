@@ -102,8 +102,8 @@ def test_keys_say_what_differs() -> None:
     assert differences(ours, ours) == []
     assert differences(ours, theirs) == [
         "model.layers is 2 here and 4 there",
-        "hardware.lane is cpu here and not recorded there",
-        "versions.torch is 2.6 there and absent here",
+        "hardware.lane is cpu here and absent there",
+        "versions.torch is absent here and 2.6 there",
     ]
 
 

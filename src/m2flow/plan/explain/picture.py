@@ -33,7 +33,8 @@ def picture(chart: Gantt, stages: Sequence[str], width: int) -> list[str]:
     lines = []
     for row, works in zip(chart.rows, shown, strict=True):
         body = "".join(_mark(work, letters) for work in works)
-        name = _shortened(lane_names(row.lanes), label)
+        name = lane_names(row.lanes)
+        name = name if len(name) <= label else f"{name[: label - 3]}..."
         lines.append(f"{name:<{label}} |{body}| {row.idle:4.0%} idle")
     lines += _axis(chart.seconds, columns, " " * (label + 1))
     seen = {work for works in shown for work in works}
@@ -90,7 +91,3 @@ def _legend(seen: set[Work | None], letters: Mapping[str, str], width: int) -> l
             lines.append("")
         lines[-1] += f"{'  ' if lines[-1] else ''}{entry}"
     return lines
-
-
-def _shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 3]}..."

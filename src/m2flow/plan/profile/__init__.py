@@ -440,12 +440,9 @@ def differences(
     """
     phrases = []
     for part in KEY_PARTS:
-        here, there = ours.get(part, {}), theirs.get(part, {})
-        for name in sorted({*here, *there}):
-            if name not in there:
-                phrases.append(f"{part}.{name} is {here[name]} here and not recorded there")
-            elif name not in here:
-                phrases.append(f"{part}.{name} is {there[name]} there and absent here")
-            elif here[name] != there[name]:
-                phrases.append(f"{part}.{name} is {here[name]} here and {there[name]} there")
+        known = ours.get(part, {}), theirs.get(part, {})
+        for name in sorted({name for one in known for name in one}):
+            here, there = (one.get(name, "absent") for one in known)
+            if here != there:
+                phrases.append(f"{part}.{name} is {here} here and {there} there")
     return phrases

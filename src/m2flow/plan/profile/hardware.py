@@ -156,12 +156,11 @@ def device_named(name: str, key: str = "cluster") -> Device:
         hint = suggestion(name.strip().upper(), DEVICES)
         if name.strip().lower() == "a100":
             hint = "say A100-40GB or A100-80GB"
-        known = ", ".join(DEVICES)
         raise UserError(
             "no figures for such a device",
             key=key,
             value=name,
-            expected=f"one of {known}",
+            expected=f"one of {', '.join(DEVICES)}",
             hint=hint,
         )
     return device
