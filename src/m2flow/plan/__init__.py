@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
-from m2flow.plan.builders import build_plan
-from m2flow.plan.companion import companion
+from m2flow.plan.builders import build_plan, companion
 from m2flow.plan.describe import describe_plan
 from m2flow.plan.file import read_plan, to_json
 from m2flow.plan.isolation import isolated_workers

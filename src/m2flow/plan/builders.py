@@ -1,4 +1,4 @@
-"""The fixed modes as plans: each builder gives the plan that its name says.
+"""The fixed modes as plans: each builder gives the plan that its name says; and their companions.
 
 They know the graph and the lanes, and no times. A worker is *trained* if it is the source of a
 weight edge or has a stage that accumulates. Those that run on published weights, those with a
@@ -145,6 +145,35 @@ def build_plan(
     if mode != "eager" and len(free) < len(lanes):
         plan = replace(plan, lanes=tuple(lanes))
     return isolate(plan, isolated)
+
+
+def companion(plan: Plan, graph: FlowGraph, num_items: int, isolated: Collection[str] = ()) -> Plan:
+    """The plan under which `graph` (such as an evaluation) runs beside the steps of `plan`.
+
+    Workers keep their lanes; what the steps do not use stands on the first lane that is not
+    reserved, or beside it, where it must have a process of its own: the plan has more lanes then.
+    Every stage is spread evenly over the replicas of its worker.
+
+    Args:
+        plan: what the steps run under.
+        graph: the other method.
+        num_items: its source items.
+        isolated: workers that must have a process of their own.
+    """
+    first = next(lane.id for lane in plan.lanes if lane.reserved_for is None)
+    stands = {worker: Placement(((first,),)) for worker in placed(graph)}
+    placements = {**stands, **plan.placements}
+    beside = replace(
+        plan,
+        mode=f"{plan.mode} ({graph.name})",
+        placements=placements,
+        stages=spread(graph, placements, num_items),
+        edges={},
+        order=(),
+        max_staleness=0,
+        predicted_seconds=None,
+    )
+    return isolate(beside, set(isolated) - plan.placements.keys())
 
 
 def placed(graph: FlowGraph) -> tuple[str, ...]:
