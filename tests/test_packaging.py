@@ -71,9 +71,9 @@ def installed(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     found = called(python, "-c", "import m2flow; print(m2flow.__file__)", cwd=empty)
     assert found.stdout.strip() == str(packages / "m2flow" / "__init__.py"), found
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, folder: str = ".") -> subprocess.CompletedProcess[str]:
         cache = str(empty.parent / "cache")
-        return called(python, "-m", "m2flow", *words, cwd=empty, M2FLOW_CACHE=cache)
+        return called(python, "-m", "m2flow", *words, cwd=empty / folder, M2FLOW_CACHE=cache)
 
     return run
 
@@ -95,7 +95,7 @@ def test_the_wheel_trains_and_plans_by_name_in_an_empty_folder(installed: Instal
 def test_the_wheel_begins_a_project(installed: Installed) -> None:
     begun = installed("init", "mine")
     assert begun.returncode == 0, begun.stderr
-    described = installed("train", "mine/recipe.yaml", "--dry-run")
+    described = installed("train", "recipe.yaml", "--dry-run", folder="mine")
     assert described.returncode == 0, described.stderr
 
 
