@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 
@@ -43,6 +46,23 @@ def test_many_rows_are_folded_by_the_stages_that_ran() -> None:
 def test_what_is_short_is_shown_all_the_same() -> None:
     chart = lay_out([call(0, "a", 0, 9.99), call(0, "gen", 9.99, 10, "publish")])
     assert ("publish", "gen") in in_columns(chart.rows[0].pieces, chart, 20)
+
+
+def test_a_picture_is_the_same_in_every_process() -> None:
+    """Which of several short works got a column was up to the seed of Python's hashes."""
+    code = (
+        "from m2flow.plan.gantt import Gantt, Piece, in_columns\n"
+        "row = [Piece('call', name, n / 99, (n + 1) / 99) for n, name in enumerate('abcd')]\n"
+        "row.append(Piece('call', 'z', 4 / 99, 1.0))\n"
+        "print(in_columns(row, Gantt(0.0, 1.0, ()), 5))\n"
+    )
+    shown = {
+        subprocess.check_output(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": str(seed)}
+        )
+        for seed in range(4)
+    }
+    assert len(shown) == 1
 
 
 def test_columns_keep_the_share_of_each_work() -> None:

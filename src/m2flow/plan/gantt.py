@@ -128,7 +128,7 @@ def in_columns(row: Sequence[Piece], chart: Gantt, columns: int) -> list[Work | 
         best = max(owed, key=lambda one: owed[one])
         owed[best] -= 1.0
         shown[number] = best
-    for short in {one for amounts in mixed.values() for one in amounts if one} - {*shown}:
+    for short in sorted({one for amounts in mixed.values() for one in amounts if one} - {*shown}):
         number = max(mixed, key=lambda n: mixed[n].get(short, 0.0))
         if shown[number] is None or shown.count(shown[number]) > 1:
             shown[number] = short
