@@ -16,7 +16,7 @@ from m2flow.plan import build_plan
 from m2flow.runtime.driver.elastic import ElasticPlan
 from m2flow.runtime.driver.mending import Mender, _Coming
 from m2flow.runtime.driver.methods import STEP, Methods
-from m2flow.runtime.driver.supervision import LOOK_SECONDS, NO_MACHINE, TRIED_STEPS, Supervision
+from m2flow.runtime.driver.supervision import LASTING_STEPS, LOOK_SECONDS, NO_MACHINE, Supervision
 from tests.plan.small_graphs import GRPO
 
 LANES = tuple(LaneSpec(number) for number in range(4))
@@ -191,12 +191,12 @@ def test_a_start_is_forgotten_after_so_many_steps_with_the_lane() -> None:
     for _ in range(5):
         watch.count(pool.lose(1))
         watch.bring_back(())
-        for _ in range(TRIED_STEPS):
+        for _ in range(LASTING_STEPS):
             watch.step_is_over()
     for last in range(3):
         assert watch.may_begin(1, f"killed {last}") == (last < 2)
         watch.is_back(1)
-        for _ in range(TRIED_STEPS - 1):
+        for _ in range(LASTING_STEPS - 1):
             watch.step_is_over()
     with pytest.raises(RunFailed, match=r"lane 1 was lost: killed 0\n.*fewer than 10 steps"):
         watch.count(pool.lose(1))

@@ -24,7 +24,7 @@ from m2flow.runtime.driver.recovery import LaneLoss, LaneReturn
 LOOK_SECONDS = 20.0
 """How often an elastic run looks whether lanes that it has given up can be had again."""
 
-TRIED_STEPS = 10
+LASTING_STEPS = 10
 """After so many steps with a lane that was started again, that start no longer counts."""
 
 NO_MACHINE = "its machine is gone"
@@ -35,7 +35,7 @@ class Supervision:
 
     Args:
         pool: the lanes.
-        restarts: how often each lane may be started again with fewer than `TRIED_STEPS` steps in
+        restarts: how often each lane may be started again with fewer than `LASTING_STEPS` steps in
             between. One whose machine was gone costs none.
         elastic: makes the plan for other lanes; None where a lane that cannot be started again ends
             the run.
@@ -82,11 +82,11 @@ class Supervision:
         self._coming.discard(lane)
 
     def step_is_over(self) -> None:
-        """Forget the starts of lanes that have lasted for `TRIED_STEPS` steps since."""
+        """Forget the starts of lanes that have lasted for `LASTING_STEPS` steps since."""
         there = {lane.id for lane in self._pool.lanes} - self._pool.lost.keys() - self._coming
         for lane in there & self._first.keys():
             self._steps[lane] += 1
-            if self._steps[lane] >= TRIED_STEPS:
+            if self._steps[lane] >= LASTING_STEPS:
                 del self._first[lane], self._begun[lane], self._steps[lane]
 
     def count(self, error: RunFailed) -> None:
@@ -123,7 +123,7 @@ class Supervision:
             return "it is not to be started again (`lane_restarts: 0`)"
         return (
             f"it was started again {self._most} times, which is the most (`lane_restarts`) with "
-            f"fewer than {TRIED_STEPS} steps in between"
+            f"fewer than {LASTING_STEPS} steps in between"
         )
 
     def bring_back(self, busy: Collection[int]) -> None:

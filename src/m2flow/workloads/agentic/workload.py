@@ -42,7 +42,7 @@ class Agentic(Reasoning):
         return recipe_flow(recipe, ModelSource(recipe.model.path or ""))
 
     def _check(self, recipe: AgenticRecipe) -> None:  # type: ignore[override]
-        self.experiment(recipe if recipe.model.path is None else without_warmup(recipe))
+        self.experiment(without_warmup(recipe))
 
     def prices(  # type: ignore[override]
         self, recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed

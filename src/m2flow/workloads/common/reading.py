@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from m2flow.errors import UserError, nearest, suggestion
 from m2flow.workloads.common.recipe import Recipe
@@ -211,7 +212,26 @@ _TYPES = {
 """What pydantic calls by the types of Python, in words of YAML."""
 
 
-def what_was_expected(error: ValidationError) -> str:
+def check_option(key: str, value: object, wanted: Any) -> None:
+    """Refuse an option's value that is of another type than what takes it declares.
+
+    Args:
+        key: of the recipe, for the error.
+        value: as YAML gave it; a list will do for a tuple.
+        wanted: a type.
+
+    Raises:
+        UserError: it is of another type.
+    """
+    try:
+        TypeAdapter(wanted).validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        raise UserError(
+            "is wrong", key=key, value=value, expected=_what_was_expected(error)
+        ) from None
+
+
+def _what_was_expected(error: ValidationError) -> str:
     """Say what would have been right in place of the first thing that pydantic found."""
     first = error.errors()[0]
     said = re.sub(r"^(Input should be|Value error,|\w+ should have) ", "", first["msg"])
@@ -229,7 +249,7 @@ def _one_line(model: type[Recipe], error: ValidationError) -> UserError:
         return cause
     if first["type"] == "missing":
         return UserError("is missing", key=key, value=first["input"] or None)
-    expected = what_was_expected(error)
+    expected = _what_was_expected(error)
     valid = re.findall(r"'([^']*)'", expected) if first["type"] == "literal_error" else []
     close = nearest(str(first.get("input")), valid)
     return UserError(

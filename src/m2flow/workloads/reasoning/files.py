@@ -42,7 +42,9 @@ def _files(recipe: ReasoningRecipe) -> dict[str, str | None]:
 
 
 def without_warmup(recipe: AnyRecipe) -> AnyRecipe:
-    """Return a recipe whose experiment loads no model."""
+    """Return the recipe; where it names a model, without the warm-up that would load it."""
+    if recipe.model.path is None:
+        return recipe
     return recipe.model_copy(update={"warmup": WarmupSection()})
 
 

@@ -50,14 +50,7 @@ def task_of(recipe: ReasoningRecipe, table: Table = TASKS) -> Task:
             )
     options = dict(data.options)
     settings |= {"options": options} if data.task == "gym" else options
-    try:
-        return make_task(data.task, table, **settings)
-    except TypeError as error:  # the options come from outside: a task does not check their types
-        raise UserError(
-            f"the {data.task} task cannot use them: {error}",
-            key="data.options",
-            value=data.options,
-        ) from error
+    return make_task(data.task, table, **settings)
 
 
 def _mixture_of(recipe: ReasoningRecipe, shares: Mapping[str, int]) -> Task:

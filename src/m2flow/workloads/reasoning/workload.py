@@ -77,7 +77,7 @@ class Reasoning:
     def _check(self, recipe: ReasoningRecipe) -> None:
         """Refuse what a run would: without torch where the recipe names no model and no file."""
         if names_files(recipe):
-            self.experiment(recipe if recipe.model.path is None else without_warmup(recipe))
+            self.experiment(without_warmup(recipe))
         else:
             check_task(recipe, task_of(recipe))
             rewards_of(recipe)

@@ -12,10 +12,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
-
 from m2flow.errors import UserError, suggestion
-from m2flow.workloads.common.reading import what_was_expected
+from m2flow.workloads.common.reading import check_option
 from m2flow.workloads.reasoning.config import KEYS_OF_TASKS
 from m2flow.workloads.reasoning.tasks.problem import DemonstratedTask, Problem, Task
 
@@ -68,15 +66,7 @@ def make_task(name: str, table: Table = TASKS, /, **settings: Any) -> Task:
                 key=f"data.options.{key}",
                 hint=suggestion(key, options),
             )
-        try:
-            TypeAdapter(types.get(key, Any)).validate_python(value, strict=True)
-        except ValidationError as error:
-            raise UserError(
-                "is wrong",
-                key=f"data.options.{key}",
-                value=value,
-                expected=what_was_expected(error),
-            ) from None
+        check_option(f"data.options.{key}", value, types.get(key, Any))
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in settings:
             raise UserError(f"the {name} task needs it", key=f"data.{key}")

@@ -9,16 +9,13 @@ nothing of it is imported before a task is made.
 from __future__ import annotations
 
 import dataclasses
-import json
 import typing
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from m2flow.errors import UserError, suggestion
 from m2flow.rewards.gym import reasoning_gym
-from m2flow.workloads.common.reading import what_was_expected
+from m2flow.workloads.common.reading import check_option
 from m2flow.workloads.reasoning.data import check_template
 from m2flow.workloads.reasoning.tasks.problem import Problem, generator, reserved
 
@@ -158,12 +155,4 @@ def _check_types(dataset: str, options: Mapping[str, Any]) -> None:
 
     types = typing.get_type_hints(DATASETS[dataset][1])
     for option, value in options.items():
-        try:
-            TypeAdapter(types[option]).validate_json(json.dumps(value, default=str), strict=True)
-        except ValidationError as error:
-            raise UserError(
-                "is wrong",
-                key=f"data.options.{option}",
-                value=value,
-                expected=what_was_expected(error),
-            ) from None
+        check_option(f"data.options.{option}", value, types[option])
