@@ -172,8 +172,10 @@ def test_a_damaged_configuration(folder: Path, content: str) -> None:
 
 @pytest.fixture
 def transformers_heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """What transformers logs does not come by the root."""
-    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
+    """What transformers logs comes by the root only where CI is set: here, once everywhere."""
+    logger = logging.getLogger("transformers")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
 
 
 def set_layers(folder: Path, layers: int) -> None:
