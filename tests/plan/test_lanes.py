@@ -73,6 +73,7 @@ esac
         ("1", (24564 << 20,)),
         ("1,0", (24564 << 20, 81559 << 20)),
         ("GPU-bb", (24564 << 20,)),
+        ("1,-1,0", (24564 << 20,)),  # CUDA reads no further than what is no device
         ("MIG-77", ()),  # a part of one: its memory is another
         ("", ()),
     ],
@@ -178,7 +179,8 @@ def test_check_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("GPU-a, GPU-b,", 2)]
+    ("visible", "count"),
+    [("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("GPU-a, GPU-b,", 2), ("0,-1,1", 1), ("0,,1", 1)],
 )
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

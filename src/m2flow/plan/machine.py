@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
@@ -74,9 +75,9 @@ def usable_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> tuple[int, int]:
 
 def visible_gpus() -> int:
     """NVIDIA accelerators that this process may use, counted without any library."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = _chosen_gpus()
     if chosen is not None:
-        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
+        return len(chosen)
     return len([device for device in Path("/dev").glob("nvidia*") if device.name[6:].isdigit()])
 
 
@@ -97,15 +98,24 @@ def gpu_names() -> tuple[str, ...]:
     return _of_each_gpu("name")
 
 
+def _chosen_gpus() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES names, up to the first that names none; None if it is not set."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return None
+    names = map(str.strip, chosen.split(","))
+    return list(takewhile(lambda name: name not in ("", "-1"), names))
+
+
 def _of_each_gpu(field: str) -> tuple[str, ...]:
     """A field of each accelerator that this process may use, in their order; empty if not known."""
     rows = [row.split(", ") for row in asked_of_driver(f"index,uuid,{field}")]
     if any(len(row) != 3 for row in rows):
         return ()
     told = {name: value for *names, value in rows for name in names}
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [row[0] for row in rows] if chosen is None else chosen.split(",")
-    found = [_told_of(name.strip(), told) for name in names]
+    chosen = _chosen_gpus()
+    names = [row[0] for row in rows] if chosen is None else chosen
+    found = [_told_of(name, told) for name in names]
     return tuple(value for value in found if value) if all(found) else ()
 
 
