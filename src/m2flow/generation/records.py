@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from m2flow.errors import UserError
+from m2flow.errors import RunFailed, UserError
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -68,6 +68,18 @@ class Completion:
         if not len(self.token_versions):
             return self.current_version, self.current_version
         return int(self.token_versions.min()), int(self.token_versions.max())
+
+    def check(self, most: int) -> None:
+        """Refuse what no engine may answer a request for at most so many tokens with.
+
+        Raises:
+            RunFailed: there is no token, or there are too many: memory and packing are for others.
+        """
+        if not 0 < len(self.token_ids) <= most:
+            raise RunFailed(
+                f"the engine gave item {self.id} {len(self.token_ids)} tokens; it was asked for 1 "
+                f"to {most} (generation.max_new_tokens)"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from m2flow.errors import UserError
+from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch, Place
 from m2flow.models.causal_lm import load_model
 from m2flow.runtime.driver.launch import launch
 from m2flow.workloads.agentic.config import AgenticRecipe
+from m2flow.workloads.agentic.episodes import begin_episodes
 from m2flow.workloads.agentic.experiment import AgenticExperiment
 from m2flow.workloads.reasoning.workers import ModelSource
 from tests.workloads.agentic import some_agents
@@ -249,3 +251,29 @@ def test_a_wrong_agent_is_refused(agent: str, said: str, chat_recipe: AgenticRec
 def test_an_agent_needs_a_chat_template(tiny_recipe: MakeRecipe) -> None:
     with pytest.raises(UserError, match="cannot write turns of tools"):
         AgenticExperiment(tiny_recipe(agent=f"{AGENTS}:by_hand", warmup={"steps": 0}))
+
+
+@pytest.mark.parametrize("length", [0, 91])
+@pytest.mark.parametrize("by_agents", [False, True])
+def test_an_engine_that_breaks_its_word_is_named(
+    chat_recipe: AgenticRecipe, talks: ModelSource, by_agents: bool, length: int
+) -> None:
+    """No tokens, or more than were asked for: memory and the packing were planned for others."""
+    recipe = with_agent(chat_recipe, "by_hand") if by_agents else chat_recipe
+    experiment = AgenticExperiment(recipe, talks)
+    generator = experiment.flow().generator
+    generator.load(Place())
+    step = generator.engine.step
+
+    def wrong(*arguments: Any) -> Any:
+        some = torch.ones(length, dtype=torch.int64)
+        return [replace(one, token_ids=some) for one in step(*arguments)]
+
+    generator.engine.step = wrong
+    problems = experiment.batch(0).select([0])
+    with pytest.raises(RunFailed, match=rf"item \d+ {length} tokens; it was asked for 1 to 90 "):
+        if by_agents:
+            list(generator.host(problems))
+        else:
+            generator.turn(begin_episodes(problems, samples_per_prompt=2, greedy=False))
+    assert not generator.engine.busy, "what had begun was dropped"

@@ -101,7 +101,7 @@ class Hosting:
         )
         limits = host.agent.concurrency, host.agent.deadline_seconds
         self._agents = Agents(host._function, *limits, self._events)
-        self._waiting: dict[int, Future[Any]] = {}
+        self._waiting: dict[int, tuple[Future[Any], int]] = {}  # and the most tokens
         self.running: dict[int, tuple[Batch, int, Conversation, str, float]] = {}
 
     def begin(self, episodes: Batch) -> None:
@@ -141,7 +141,9 @@ class Hosting:
                 self._submit(*event)
         if self._engine.busy:
             for done in self._engine.step():
-                self._waiting.pop(done.id).set_result(done)
+                waiting, most = self._waiting.pop(done.id)
+                done.check(most)
+                waiting.set_result(done)
         now = time.monotonic()
         late = [item for item, one in self.running.items() if one[-1] < now]
         seconds = self._host.agent.deadline_seconds
@@ -153,7 +155,7 @@ class Hosting:
         self._server.close()
         self._agents.close()
         self._engine.abort(list(self._waiting))
-        for waiting in self._waiting.values():
+        for waiting, _ in self._waiting.values():
             waiting.set_exception(TimeoutError("the run goes on without this agent"))
 
     def _draw(self, conversation: Conversation, limit: int | None) -> Any:
@@ -178,7 +180,7 @@ class Hosting:
         except UserError as error:
             answer.set_exception(RefusedRequest(str(error)))
             return
-        self._waiting[conversation.item] = answer
+        self._waiting[conversation.item] = answer, params.max_new_tokens
 
     def _handed_on(self, ended: dict[int, str]) -> Batch:
         """Trajectories as items; one in which nothing was drawn has a token that nobody learns."""
@@ -190,9 +192,9 @@ class Hosting:
                 continue
             episodes, row, record, key, _ = self.running.pop(item)
             self._server.forget(key)
-            if (waiting := self._waiting.pop(item, None)) is not None:
+            if (asked := self._waiting.pop(item, None)) is not None:
                 self._engine.abort([item])
-                waiting.set_exception(TimeoutError("the run goes on without this agent"))
+                asked[0].set_exception(TimeoutError("the run goes on without this agent"))
             if not record.turns:
                 why = why or "the agent asked nothing of the policy"
             limited = record.reason in ("turns", "length")

@@ -91,4 +91,7 @@ class TurnGenerator(Generator):
                 finished += self.engine.step()
         finally:
             self.engine.abort([request.id for request in requests])
+        most = {request.id: request.params.max_new_tokens for request in requests}
+        for one in finished:
+            one.check(most[one.id])
         return finished

@@ -7,7 +7,6 @@ from collections.abc import Generator as Coroutine
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from m2flow.errors import RunFailed
 from m2flow.flow import Batch, Ragged
 from m2flow.workloads.reasoning.workers.carried import BEGUN, OPEN, BegunAnswer
 
@@ -128,11 +127,7 @@ class Drawing:
     def handed_on(self, finished: list[Completion]) -> Batch:
         """Finished samples as a Batch, with the columns of their prompts."""
         for done in finished:
-            if not 0 < len(done.token_ids) <= self.params.max_new_tokens:
-                raise RunFailed(
-                    f"the engine gave item {done.id} {len(done.token_ids)} tokens; it was asked "
-                    f"for 1 to {self.params.max_new_tokens} (generation.max_new_tokens)"
-                )
+            done.check(self.params.max_new_tokens)
         return Batch.concat(
             [
                 prompts.with_columns(
