@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "m2flow"
 
 WITHOUT_ARGUMENTS = frozenset(
-    {"wait", "result", "get", "join", "acquire", "accept", "select", "poll"}
+    {"wait", "result", "exception", "get", "join", "acquire", "accept", "select", "poll"}
 )
 """Methods that wait without end where they are given nothing."""
 
@@ -26,6 +26,12 @@ FUNCTIONS = frozenset(
     {"ray.get", "ray.wait", "subprocess.run", "subprocess.check_output", "subprocess.check_call"}
 )
 """Functions that take their deadline by name alone."""
+
+LOCKS = frozenset({"fcntl.flock", "fcntl.lockf"})
+"""Functions that wait unless they are told not to, or to let go."""
+
+DO_NOT_WAIT = frozenset({"sys.exception", "select.poll"})
+"""Functions with such a name."""
 
 KILLED = "the system: the process was sent SIGKILL just before"
 OWNER = "the owner's end of the connection: it is closed with the owner, whatever ends that"
@@ -48,6 +54,7 @@ ENDED_BY = {
     "generation/vllm_served.py: _VllmWorkerProcess._start_update": OWNER,
     "observe/dashboard/server.py: Dashboard.close": "the line before it, which stops the server",
     "observe/loggers.py: MlflowLogger.close": "MLflow's client, by MLFLOW_HTTP_REQUEST_TIMEOUT",
+    "rewards/code.py: code_reward": "the sandbox: each program has its seconds",
     "rewards/symbolic.py: _ComparingProcess._reply": "nobody need: a reply is a few bytes",
     "rewards/symbolic.py: _ComparingProcess.kill": KILLED,
     "rewards/symbolic.py: serve": OWNER,
@@ -73,7 +80,9 @@ ENDED_BY = {
     "runtime/transport/listening.py: Listener._accept": "`close`, which shuts the socket down",
     "runtime/transport/sweeping.py: Sweeper.close": "the shell: its input has ended",
     "tools/mcp.py: _ServerProcess.run": THREAD,
+    "tools/toolbox.py: Toolbox.carry_out": "`_answer`: each call has `tool_deadline_seconds`",
     "workloads/agentic/endpoint/agents.py: Agents._work": THREAD,
+    "workloads/reasoning/workers/source.py: in_turn": "the launcher, by its deadline for loading",
 }
 """`file: function` -> who ends the waits there."""
 
@@ -87,8 +96,12 @@ def waits_for_ever(call: ast.Call) -> bool:
         return len(call.args) < 4
     if named in FUNCTIONS:
         return True
-    if named == "select.poll" or named.endswith("process.poll"):  # they do not wait
+    if named in LOCKS:
+        return not any(flag in ast.unparse(call.args[1]) for flag in ("LOCK_NB", "LOCK_UN"))
+    if named in DO_NOT_WAIT or named.endswith("process.poll"):
         return False
+    if named.endswith("threads.map"):
+        return True
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     return name in ALWAYS or (name in WITHOUT_ARGUMENTS and not call.args and not call.keywords)
 
@@ -132,6 +145,9 @@ def test_every_wait_has_a_deadline_or_somebody_who_ends_it() -> None:
         "ray.wait([answer])",
         "process.communicate()",
         "subprocess.run(words)",
+        "future.exception()",
+        "threads.map(answer, calls)",
+        "fcntl.flock(file, fcntl.LOCK_EX)",
     ],
 )
 def test_a_wait_without_a_deadline_is_found(call: str) -> None:
@@ -151,6 +167,8 @@ def test_a_wait_without_a_deadline_is_found(call: str) -> None:
         "batch.select(rows)",
         "ray.get(answer, timeout=1.0)",
         "process.communicate(timeout=1.0)",
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "fcntl.flock(file, fcntl.LOCK_UN)",
     ],
 )
 def test_one_with_a_deadline_is_none(call: str) -> None:

@@ -598,12 +598,10 @@ def check_given_up(error: RunFailed, folder: Path, pool: LanePool, lane: int = 1
     pool.restart(list(pool.lost))
 
 
-def test_the_only_copy_of_a_learner_that_is_not_saved_ends_the_run(
-    pool: LanePool, tmp_path: Path
-) -> None:
+def test_a_lost_learner_that_is_not_saved_ends_the_run(pool: LanePool, tmp_path: Path) -> None:
     death = Death("train", 1, str(tmp_path))
     run = start(APART, death, pool, learner=Forgetful)
-    with run, pytest.raises(RunFailed, match="only copy of what was learnt") as caught:
+    with run, pytest.raises(RunFailed, match="there is no snapshot of what was learnt") as caught:
         seen(run)
     assert "learner does not say how its state is saved" in str(caught.value)
     assert "`--resume` goes on from the last checkpoint" in str(caught.value)

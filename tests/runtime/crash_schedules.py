@@ -203,7 +203,7 @@ class CrashSchedule:
         no_state = self._unsaved or world.events["snapshots without room"] > 0
         reasons = {
             "which is the most (`lane_restarts`)": world.struck[lane] > self._restarts,
-            "the only copy of what was learnt was lost": no_state,
+            "there is no snapshot of what was learnt": no_state,
             "the machine of lane": bool(world.gone) and self._elastic is None,
             "come up in": world.faults.stillborn > 0,
             "no lane is left": self._elastic is not None,

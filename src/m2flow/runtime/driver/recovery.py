@@ -254,7 +254,7 @@ class Recovery:
         """
         if self._snapshot is None:
             raise RunFailed(
-                f"{error}\nthe only copy of what was learnt was lost with it: {self._why_not}; "
+                f"{error}\nthere is no snapshot of what was learnt: {self._why_not}; "
                 "`--resume` goes on from the last checkpoint"
             ) from error
         self._paused_at = None
