@@ -28,13 +28,14 @@ quickstart-embodied: $(VENV)/.installed ## install, then train a policy from pix
 
 dev: $(VENV)/.installed-dev ## install with the tools for development
 
-# Tests that only compute run in two processes; the others start lanes or measure, and run alone.
-COMPUTING := $(addprefix tests/,algorithms engine flow fuzz generation models observe plan rewards simulation tools training)
+# In two processes, but for tests that kill, measure or look at what a whole machine has: these run alone.
+TWO_AT_A_TIME := $(addprefix tests/,algorithms cli engine environments equivalence examples flow fuzz generation models \
+  observe plan rewards simulation tools training workloads)
 
 test: lint ## lint, then the tests (ARGS="-m slow" for the slow ones)
 	$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),failed=0; \
-	  $(BIN)/python -m pytest -n 2 --dist loadfile $(COMPUTING) || failed=$$?; \
-	  $(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING)) || failed=$$?; exit $$failed)
+	  $(BIN)/python -m pytest -n 2 --dist loadfile $(TWO_AT_A_TIME) || failed=$$?; \
+	  $(BIN)/python -m pytest $(addprefix --ignore=,$(TWO_AT_A_TIME)) || failed=$$?; exit $$failed)
 
 # pip brings the client and axe; the browser is the system's, or Debian's where we may install it.
 # Without a browser the tests fail (M2FLOW_NEEDS_BROWSER) instead of being skipped.

@@ -219,7 +219,7 @@ def test_what_is_not_served_is_refused(chat_recipe: AgenticRecipe, chat_folder: 
 def test_an_agent_that_fails_costs_its_trajectory(
     chat_recipe: AgenticRecipe, talks: ModelSource
 ) -> None:
-    recipe = with_agent(chat_recipe, "troubled", deadline_seconds=3.0)
+    recipe = with_agent(chat_recipe, "troubled", deadline_seconds=15.0)
     some_agents.SEEN.pop("troubled", None)
     experiment = AgenticExperiment(recipe, talks)
     with launch(experiment.flow(), items_per_step=4, mode="eager") as run:
@@ -227,7 +227,7 @@ def test_an_agent_that_fails_costs_its_trajectory(
     failures = [why for why in result.output["failure"] if why]
     assert len(failures) == 3, failures
     told = " | ".join(sorted(failures))
-    assert "did not end within 3 s" in told
+    assert "did not end within 15 s" in told
     assert "asked nothing of the policy" in told
     assert "RuntimeError: no idea" in told
     assert experiment.metrics(result)["reward/failed_share"] == 3 / 16
