@@ -28,7 +28,7 @@ quickstart-embodied: $(VENV)/.installed ## install, then train a policy from pix
 
 dev: $(VENV)/.installed-dev ## install with the tools for development
 
-# In two processes, but for tests that kill, measure or look at what a whole machine has: these run alone.
+# In two processes, but for tests of lanes (chaos, runtime) and of what a whole machine has: these run alone.
 TWO_AT_A_TIME := $(addprefix tests/,algorithms cli engine environments equivalence examples flow fuzz generation models \
   observe plan rewards simulation tools training workloads)
 
