@@ -104,6 +104,8 @@ def probe(name: str) -> Backend:
         )
     except subprocess.TimeoutExpired:
         return Backend(name, False, f"did not answer in {PROBE_SECONDS:g} s")
+    except OSError as error:
+        return Backend(name, False, f"no process could ask it: {error.strerror or error}")
     said = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()
     return Backend(name, ran.returncode == 0, said[-1] if said else f"ended by {ran.returncode}")
 

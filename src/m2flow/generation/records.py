@@ -70,15 +70,15 @@ class Completion:
         return int(self.token_versions.min()), int(self.token_versions.max())
 
     def check(self, most: int) -> None:
-        """Refuse what no engine may answer a request for at most so many tokens with.
+        """Refuse an answer that a request for at most so many tokens cannot have.
 
         Raises:
-            RunFailed: there is no token, or there are too many: memory and packing are for others.
+            RunFailed: it has no token, or more than memory and packing were planned for.
         """
         if not 0 < len(self.token_ids) <= most:
             raise RunFailed(
-                f"the engine gave item {self.id} {len(self.token_ids)} tokens; it was asked for 1 "
-                f"to {most} (generation.max_new_tokens)"
+                f"the engine gave item {self.id} {len(self.token_ids)} tokens; "
+                f"it was asked for 1 to {most}"
             )
 
 

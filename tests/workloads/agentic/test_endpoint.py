@@ -272,6 +272,6 @@ def test_an_engine_that_breaks_its_word_is_named(
     generator.engine.step = wrong
     problems = experiment.batch(0).select([0])
     episodes = begin_episodes(problems, samples_per_prompt=2, greedy=False)
-    with pytest.raises(RunFailed, match=rf"item \d+ {length} tokens; it was asked for 1 to 90 "):
+    with pytest.raises(RunFailed, match=rf"item \d+ {length} tokens; it was asked for 1 to 90$"):
         list(generator.host(problems)) if by_agents else generator.turn(episodes)
     assert not generator.engine.busy, "what had begun was dropped"

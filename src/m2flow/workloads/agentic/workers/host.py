@@ -141,8 +141,9 @@ class Hosting:
                 self._submit(*event)
         if self._engine.busy:
             for done in self._engine.step():
-                waiting, most = self._waiting.pop(done.id)
-                done.check(most)
+                waiting, most = self._waiting[done.id]
+                done.check(most)  # `close` tells who waits, if it fails
+                del self._waiting[done.id]
                 waiting.set_result(done)
         now = time.monotonic()
         late = [item for item, one in self.running.items() if one[-1] < now]
