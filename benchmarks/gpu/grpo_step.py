@@ -147,14 +147,18 @@ def of_m2flow(work: Work, model: Path, mode: str, folder: Path, limit: float) ->
         except subprocess.TimeoutExpired:
             process.terminate()
             found["s, stopped"] = time.perf_counter() - began
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:  # it was writing a checkpoint; its rows are there
+                process.kill()
     rows = [row for row in read_rows(run / "metrics.jsonl").rows if "seconds/step" in row]
     if not rows:
         return found
     found["s the first step"] = rows[0]["seconds/step"]
     found["samples/s, the first step"] = work.prompts * work.answers / found["s the first step"]
     if len(rows) <= steps - work.steps:  # none that is timed
-        return found | {name: rows[0][name] for name in rows[0] if name.startswith("seconds/")}
+        found |= {name: rows[0][name] for name in rows[0] if name.startswith("seconds/")}
+        return found | switches(run, work.device)
     rows = rows[-work.steps :]
     for name in sorted({name for row in rows for name in row if name.startswith("seconds/")}):
         found[name] = statistics.median(row.get(name, 0.0) for row in rows)
@@ -168,6 +172,8 @@ def of_m2flow(work: Work, model: Path, mode: str, folder: Path, limit: float) ->
 
 def switches(run: Path, device: str) -> dict[str, float]:
     """Seconds of the last step's context switches, and their rate over that of a raw copy."""
+    if not (run / "timeline.json").exists():  # it was stopped before it wrote one
+        return {}
     plan = json.loads((run / "plan.json").read_text())
     events = json.loads((run / "timeline.json").read_text())["traceEvents"]
     moves = [event for event in events if event.get("cat") == "switch"]

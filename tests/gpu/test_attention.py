@@ -15,7 +15,10 @@ from m2flow.training.packing import pack
 from m2flow.training.rollouts import TokenPairs
 from tests.generation.small_models import small_model
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 PROMPT = [1, 2, 3, 4, 5]
 PAIRS = TokenPairs.from_rows([PROMPT] * 4, [[6] * 300, [6] * 120 + [7] * 500, [8], [9] * 33])

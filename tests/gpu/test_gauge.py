@@ -7,7 +7,10 @@ import torch
 
 from m2flow.runtime.lane.state.memory import MemoryGauge
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 DEVICE = "cuda:0"
 MB = 1 << 20

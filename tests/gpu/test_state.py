@@ -11,7 +11,10 @@ from torch import nn
 from m2flow.flow import Place
 from m2flow.runtime.lane.state import MovableState, module_tensors
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 DEVICE = "cuda:0"
 
