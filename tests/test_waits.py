@@ -81,6 +81,8 @@ ENDED_BY = {
     "runtime/transport/sweeping.py: Sweeper.close": "the shell: its input has ended",
     "tools/mcp.py: _ServerProcess.run": THREAD,
     "tools/toolbox.py: Toolbox.carry_out": "`_answer`: each call has `tool_deadline_seconds`",
+    "training/checkpoint.py: _write_manifest": "the disk: files are read to their end",
+    "training/trainer_state.py: _Writer.write_data": "the disk: files are written to their end",
     "workloads/agentic/endpoint/agents.py: Agents._work": THREAD,
     "workloads/reasoning/workers/source.py: in_turn": "the launcher, by its deadline for loading",
 }

@@ -45,6 +45,9 @@ SIDES = ("collocated", "auto", "trl")
 AGAINST_TRL, OF_PINNED = 3.0, 0.7
 """Aimed at: samples a second over TRL's, and the rate of switches over that of a pinned copy."""
 
+PROMPT_TOKENS = 9
+"""Of a prompt in the mean: sums such as `12+34=`, letter by letter."""
+
 SMALL = {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
@@ -158,6 +161,7 @@ def of_m2flow(work: Work, model: Path, mode: str, folder: Path, limit: float) ->
     found["samples/s, the first step"] = work.prompts * work.answers / found["s the first step"]
     if len(rows) <= steps - work.steps:  # none that is timed
         found |= {name: rows[0][name] for name in rows[0] if name.startswith("seconds/")}
+        found["tokens of an answer"] = rows[0]["length/mean"]
         return found | switches(run, work.device)
     rows = rows[-work.steps :]
     for name in sorted({name for row in rows for name in row if name.startswith("seconds/")}):
@@ -242,8 +246,12 @@ def unfinished(work: Work, log: TextIO, seconds: float) -> dict[str, float]:
     return found
 
 
-def guessed(work: Work, model: Path) -> dict[str, float]:
-    """What the analytic profile of this device expects of a collocated step, by phase."""
+def guessed(work: Work, model: Path, tokens: float) -> dict[str, float]:
+    """What the analytic profile of this device expects of a collocated step, by phase.
+
+    Args:
+        tokens: of an answer in the mean, as measured: how long answers get no device decides.
+    """
     name = torch.cuda.get_device_name()
     device = next((known for known in DEVICES if known.split("-")[0] in name), None)
     if device is None:
@@ -251,7 +259,8 @@ def guessed(work: Work, model: Path) -> dict[str, float]:
     answer = subprocess.run(
         command(
             *("plan", *keys_of(work, model), "--mode", "collocated", "--json"),
-            *("--cluster", f"1x1x{device}"),
+            *("--cluster", f"1x1x{device}", "--prompt-tokens", str(PROMPT_TOKENS)),
+            *("--answer-tokens", str(tokens)),
         ),
         check=True,
         env=environment(),
@@ -308,8 +317,10 @@ def main() -> None:
                 else of_m2flow(work, model, side, Path(folder), options.seconds)
             )
             print(side, {name: round(value, 3) for name, value in found[side].items()}, flush=True)
-        if options.device == "cuda":
-            found["guessed"] = guessed(work, model)
+        name = "tokens of an answer"
+        tokens = [row[name] for row in found.values() if name in row]
+        if options.device == "cuda" and tokens:
+            found["guessed"] = guessed(work, model, tokens[0])
     names = list(dict.fromkeys(name for row in found.values() for name in row))
     table(["", *found], [[name, *(row.get(name, "") for row in found.values())] for name in names])
     where = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"

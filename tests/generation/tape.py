@@ -42,8 +42,9 @@ class Tape:
     def __init__(self) -> None:
         self.forgotten = 0
 
-    def record(self, step: Step) -> Step:
-        step()  # a graph's warm-up has no effect of its own either
+    def record(self, step: Step, *, again: bool = False) -> Step:
+        if not again:
+            step()  # a graph's warm-up has no effect of its own either
         recording = _Recording()
         with recording:
             result = step()

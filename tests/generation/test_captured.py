@@ -259,10 +259,11 @@ class Counting:
     """Records by keeping; a step gives its size."""
 
     def __init__(self) -> None:
-        self.recorded = 0
+        self.recorded = self.again = 0
 
-    def record(self, step: Step) -> Step:
+    def record(self, step: Step, *, again: bool = False) -> Step:
         self.recorded += 1
+        self.again += again
         return step
 
     def forget(self) -> None:
@@ -289,8 +290,12 @@ def test_a_size_is_recorded_when_it_has_run_plainly_for_a_while(
     for _ in range(5):
         ran(steps, 4)
     assert (steps.recorded, steps.replayed) == (1, 5)
-    ran(steps, 4, layout=1)
+    ran(steps, 5, layout=1)
     assert (steps.recorded, steps.replayed) == (1, 5), "other addresses: from the beginning"
+    assert counting.again == 0
+    ran(steps, 4, layout=1)
+    assert (steps.recorded, steps.replayed) == (2, 6), "but for what was recorded before"
+    assert counting.again == 1
 
 
 def test_the_size_that_was_used_longest_ago_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -533,3 +533,43 @@ def test_state_is_put_away_where_it_leaves_memory() -> None:
     assert not Path("/dev/shm/m2flow-test").exists()
     state.onload()
     assert bool((tensor == 1).all())
+
+
+def test_zeros_are_not_put_anywhere(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients between two steps: their memory goes and comes, their bytes stay nowhere."""
+    weights, gradients = torch.randn(MB), torch.zeros(MB)
+    late = torch.zeros(MB)
+    late[-1] = -0.0  # its bits are not zero, and none of its first bytes is
+    state = state_of(weights, gradients, late, place=place)
+    put: list[int] = []
+    whole = spill_module.FileShelf.put
+
+    def noted(self: Any, storages: Any) -> None:
+        put.append(sum(storage.nbytes() for storage in storages))
+        whole(self, storages)
+
+    monkeypatch.setattr(spill_module.FileShelf, "put", noted)
+    expected = [tensor.clone() for tensor in (weights, gradients, late)]
+    for _ in range(2):
+        state.offload()
+        assert state.nbytes() == 12 * MB
+        assert gradients.untyped_storage().nbytes() == 0
+        state.onload()
+        for tensor, wanted in zip((weights, gradients, late), expected, strict=True):
+            assert torch.equal(tensor.view(torch.int32), wanted.view(torch.int32))
+        gradients[5] = expected[1][5] = 1.0
+    assert put == [8 * MB, 12 * MB]
+
+
+def test_room_for_what_is_to_come_is_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    block = HostMemoryShelf._block
+    monkeypatch.setattr(HostMemoryShelf, "_block", lambda self: (made.append(1), block(self))[1])
+    to_come = 2500
+    shelf = HostMemoryShelf(torch.device("cpu"), lambda: to_come, block_bytes=1000)
+    small, large = (torch.ones(n, dtype=torch.uint8).untyped_storage() for n in (1500, 4000))
+    shelf.put([small])
+    assert len(made) == 4
+    to_come = 0
+    shelf.put([large])
+    assert len(made) == 4

@@ -182,6 +182,21 @@ def test_an_error_is_raised_as_it_was(tmp_path: Path) -> None:
         trainer_state.write(tmp_path / "file", whole_parts({"m": MATRIX}))
 
 
+@pytest.mark.parametrize("number", range(1, 6))
+def test_a_file_that_cannot_be_written_is_an_error(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of those it is that are written at a time."""
+    monkeypatch.setattr(trainer_state, "FILE_BYTES", 1)
+    parts = {str(name): Shard(torch.zeros(3), Box((0,), (3,)), (3,)) for name in range(5)}
+    trainer_state.write(tmp_path / "whole", parts)
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert len(files) == 5
+    (tmp_path / "half" / files[number - 1]).mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        trainer_state.write(tmp_path / "half", parts)
+
+
 def test_a_folder_that_machines_do_not_share_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

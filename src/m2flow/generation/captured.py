@@ -5,7 +5,8 @@ CUDA graph launches them together, and is bound to what it was recorded with: si
 So a step is padded to one of a few sizes, its inputs lie where the batch keeps them, and what was
 recorded is dropped when addresses change: when the cache is laid out anew, and when weights and
 cache leave the device. A size is recorded when it has cost `PLAIN_STEPS` plain steps, so that
-recording never costs much more than it saves.
+recording never costs much more than it saves; one that was recorded before, as soon as it is there
+again: what its kernels need is set up by then.
 
 Knows nothing of models, requests or sampling.
 """
@@ -38,10 +39,14 @@ Step = Callable[[], Tensor]
 class Capture(Protocol):
     """Records steps."""
 
-    def record(self, step: Step) -> Step:
+    def record(self, step: Step, *, again: bool = False) -> Step:
         """What does the same as `step`, again and again; `step` may be run meanwhile.
 
         Any number of runs of `step` has the effect of one.
+
+        Args:
+            step: the step.
+            again: whether one of this size was recorded before.
         """
 
     def forget(self) -> None:
@@ -60,8 +65,8 @@ class CudaCapture:
         self._pool: Any = None
         self._stream: Any = None
 
-    def record(self, step: Step) -> Step:
-        """Run the step once beside, so that libraries are set up, and record the next run.
+    def record(self, step: Step, *, again: bool = False) -> Step:
+        """Record a run of the step; the first time after a run beside, which sets libraries up.
 
         Raises:
             M2FlowError: it does what cannot be recorded, such as waiting for the device.
@@ -72,8 +77,9 @@ class CudaCapture:
                 make_stream: Any = torch.cuda.Stream  # not annotated in torch
                 self._stream = make_stream(self._device)
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                step()
+            if not again:
+                with torch.cuda.stream(self._stream):
+                    step()
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             try:
                 # Other threads of the lane may go on with copies of their own.
@@ -132,6 +138,7 @@ class CapturedSteps:
         self._capture = capture
         self._kept: dict[Size, Step] = {}
         self._plain: Counter[Size] = Counter()
+        self._known: set[Size] = set()
         self._layout = -1
         self.recorded = self.replayed = 0
 
@@ -148,15 +155,18 @@ class CapturedSteps:
             self._layout = layout
         replay = self._kept.pop(size, None)
         if replay is None:
+            again = size in self._known
             self._plain[size] += 1
-            if self._plain[size] <= PLAIN_STEPS:
+            if self._plain[size] <= PLAIN_STEPS and not again:
                 return step()
-            replay = self._capture.record(step)
+            replay = self._capture.record(step, again=again)
+            self._known.add(size)
             self.recorded += 1
         self._kept[size] = replay  # the last one used stands last
         if len(self._kept) > MOST_RECORDED:
             oldest = next(iter(self._kept))
             del self._kept[oldest], self._plain[oldest]
+            self._known.discard(oldest)
         self.replayed += 1
         return replay()
 

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from m2flow.errors import UserError
 MANIFEST = "MANIFEST.json"
 LATEST = "latest"
 MODEL, TRAINER = "model", "trainer"
+THREADS = 4
+"""That read files for their checksums: one reads 1.4 GB/s, of 14 bytes a parameter."""
 _STEP = re.compile(r"step_(\d{6,})")
 
 
@@ -183,11 +186,11 @@ def broken_file(path: Path, *, checksums: bool = True) -> str | None:
 
 
 def _write_manifest(folder: Path, step: int) -> None:
-    files = {}
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        _sync(file)
-        written = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-        files[file.relative_to(folder).as_posix()] = written
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(THREADS) as threads:
+        written = list(threads.map(_synced, paths))
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    files = dict(zip(names, written, strict=True))
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=1))
     _sync(manifest)
@@ -235,6 +238,12 @@ def step_of(path: Path) -> int:
 
 def _partial(root: Path, step: int) -> Path:
     return root / f".{folder_of(root, step).name}.partial"
+
+
+def _synced(file: Path) -> dict[str, object]:
+    """What a manifest says of a file that is on the disk by then."""
+    _sync(file)
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 
 def _sha256(file: Path) -> str:

@@ -117,6 +117,8 @@ def _installed() -> bool:
 
 
 def _replace(model: Any) -> None:
+    # It warns of kernels for other devices, which this one does not need.
+    logging.getLogger("liger_kernel.backends").setLevel(logging.ERROR)
     from liger_kernel import transformers as liger
 
     kind = model.config.model_type

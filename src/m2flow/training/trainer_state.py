@@ -12,7 +12,9 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -43,12 +46,17 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from m2flow.errors import UserError
 from m2flow.runtime.weights.manifest import Shard
 
 FILE_BYTES = 1 << 28
-"""How large a lane's files become, unless a tensor is larger: each is in host memory twice."""
+"""How large a lane's files become, unless a tensor is larger: those that are written just then are
+in host memory twice."""
+
+THREADS = 4
+"""Files that a lane writes at a time: to put one together takes longer than the disk does."""
 
 SECONDS_UNTIL_SEEN = 60.0
 """How long a shared file system may take to show one machine what another one has written."""
@@ -67,7 +75,7 @@ def write(folder: Path, parts: Mapping[str, Shard], group: Any = None) -> None:
     Raises:
         UserError: the first lane does not see the files of all lanes.
     """
-    writer = _Writer(str(folder), _file_numbers(parts), save_distributed=True)
+    writer = _Writer(folder, _file_numbers(parts))
     with _as_raised():
         save(
             dict(parts),
@@ -112,9 +120,33 @@ class SavedState:
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Knows, on the first lane, which files all lanes have written."""
+    """Writes several files at a time; knows, on the first lane, which all lanes have written.
+
+    Torch has threads of its own for that, in which errors are lost: a disk that is full would be a
+    checkpoint.
+    """
 
     files: frozenset[str] = frozenset()
+
+    def __init__(self, folder: Path, numbers: dict[str, int]) -> None:
+        super().__init__(str(folder), numbers, save_distributed=True)
+        self.per_thread_copy_ahead = 0  # each thread would wait for the others' copies
+        self._numbers = numbers
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        files: dict[int, list[WriteItem]] = {}
+        for item in plan.items:
+            files.setdefault(self._numbers[item.index.fqn], []).append(item)
+
+        def written(items: list[WriteItem]) -> list[WriteResult]:
+            part = replace(plan, items=items)
+            return super(_Writer, self).write_data(part, planner).value()
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            results = list(threads.map(written, files.values()))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([result for some in results for result in some])
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         self.files = frozenset(

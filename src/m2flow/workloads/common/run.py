@@ -237,7 +237,7 @@ class Training:
 
     def _close(self, log: MetricsLog) -> None:
         log.close()
-        self.timeline.write(self._begun().timeline)
+        self._write_timeline()
 
     def _write_plan(self, run: Run) -> None:
         """Write the plan of the steps to come, and from what it was chosen."""
@@ -397,6 +397,7 @@ class Training:
 
     def _save(self, run: Run, step: int) -> None:
         """Write the checkpoint of a step. One that fails takes no room, and the last one stays."""
+        self._write_timeline()
         checkpoints = self._begun().checkpoints.resolve()
         self._begun().synchronise()
         try:
@@ -408,7 +409,10 @@ class Training:
         self._saved = step
         if self._journal is not None:
             self._journal.forget_before(step)
-        self.timeline.write(self._begun().timeline)
+
+    def _write_timeline(self) -> None:
+        with writing("the timeline", self._begun().timeline):
+            self.timeline.write(self._begun().timeline)
 
 
 def step_figures(result: StepResult) -> dict[str, float]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
-import mmap
 import os
 import tempfile
 import weakref
@@ -23,19 +22,13 @@ import psutil
 from torch import UntypedStorage
 
 from m2flow.errors import RunFailed
-from m2flow.runtime.lane.state.memory import return_free_memory
+from m2flow.runtime.lane.state.memory import return_free_memory, use_huge_pages
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _ON_DISK = (Path("/var/tmp"), Path.home())
 """Where the file goes if the folder lies in memory; the first that does not."""
 
-_HUGE_PAGES_FROM = 2 << 20  # bytes: the size of one
-_MADV_HUGEPAGE = 14
-
 _log = logging.getLogger(__name__)
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class FileShelf:
@@ -79,7 +72,7 @@ class FileShelf:
         """Give storages their memory, of so many bytes, and its content again; keeps the bytes."""
         for storage, num_bytes in away:
             storage.resize_(num_bytes)
-            _use_huge_pages(storage)
+            use_huge_pages(storage)
         file, storages = self._open(), [storage for storage, _ in away]
         _transfer(lambda buffer, start: os.preadv(file, [buffer], start), storages)
 
@@ -136,15 +129,3 @@ def _transfer(move: Callable[[memoryview, int], int], storages: Sequence[Untyped
 def _buffer(storage: UntypedStorage) -> memoryview:
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     return memoryview(memory).cast("B")
-
-
-def _use_huge_pages(storage: UntypedStorage) -> None:
-    """Fresh memory in small pages is filled at half the speed or less. A hint: may be declined.
-
-    Pages at both ends are meant as well, so that storages which lie side by side join up.
-    """
-    if storage.nbytes() < _HUGE_PAGES_FROM:
-        return
-    start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    end = -(-(storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE) * mmap.PAGESIZE
-    _libc.madvise(start, end - start, _MADV_HUGEPAGE)

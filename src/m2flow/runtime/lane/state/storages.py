@@ -10,6 +10,9 @@ from torch import Tensor, UntypedStorage, nn
 
 from m2flow.errors import RunFailed
 
+_LOOKED_AT_FROM = 1 << 20
+_FIRST_BYTES = 1 << 12
+
 
 def module_tensors(module: nn.Module) -> Iterator[Tensor]:
     """A module's parameters, their gradients and its buffers."""
@@ -18,6 +21,22 @@ def module_tensors(module: nn.Module) -> Iterator[Tensor]:
         if parameter.grad is not None:
             yield parameter.grad
     yield from module.buffers()
+
+
+def blank_storages(storages: Sequence[UntypedStorage]) -> list[bool]:
+    """Of each whether all its bytes are zero; a small one is not looked at, and said not to be.
+
+    Buffers of gradients are blank from one optimizer step to the first pass of the next. Most that
+    are not show it in their first bytes.
+    """
+    found = [storage.nbytes() >= _LOOKED_AT_FROM for storage in storages]
+    for end in (_FIRST_BYTES, None):
+        numbers = [number for number, blank in enumerate(found) if blank]
+        if numbers:  # one answer for all: each waits for the device
+            some = torch.stack([as_bytes(storages[number])[:end].any() for number in numbers])
+            for number, is_not in zip(numbers, some.tolist(), strict=True):
+                found[number] = not is_not
+    return found
 
 
 def as_bytes(storage: UntypedStorage) -> Tensor:

@@ -52,7 +52,7 @@ class EmbodiedLearner(Worker):
             from safetensors.torch import load_file
 
             self.update.load_state_dict(load_file(Path(self.checkpoint) / TRAINER))
-        self.state = MovableState(self._tensors, place)
+        self.state = MovableState(self._tensors, place, to_come=self.update.bytes_to_come)
 
     def _tensors(self) -> Any:
         yield from self.policy.parameters()

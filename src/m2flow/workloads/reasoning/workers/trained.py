@@ -71,7 +71,7 @@ class Trained(Divided):
         self.trainer = make_trainer(self.policy, self.shards)
         if self.checkpoint is not None:
             self._go_on_from(self.checkpoint)
-        self.state = MovableState(self.trainer.tensors, place)
+        self.state = MovableState(self.trainer.tensors, place, to_come=self.bytes_to_come)
 
     def fold(self, samples: Batch, columns: Any) -> None:
         """Accumulate the gradient of those of the samples that are trained on.
@@ -130,9 +130,13 @@ class Trained(Divided):
             return adapter_weights(self.policy)
         return dict(merged_weights(self.policy))
 
-    def state_bytes(self) -> int:
-        num_bytes: int = super().state_bytes() + self.trainer.optimizer.bytes_to_come()
+    def bytes_to_come(self) -> int:
+        """Bytes of optimizer state that the first step will make."""
+        num_bytes: int = self.trainer.optimizer.bytes_to_come()
         return num_bytes
+
+    def state_bytes(self) -> int:
+        return super().state_bytes() + self.bytes_to_come()
 
     def save(self) -> Mapping[str, Any]:
         """Weights and trainer state; to be called on every lane of a gang."""
