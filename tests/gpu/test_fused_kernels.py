@@ -41,7 +41,7 @@ def test_logprobs_and_gradients_are_near_float32(
         flat = torch.cat([gradient.float().flatten() for gradient in gradients])
         return logprobs_T.detach().float(), flat
 
-    gaps = []
+    gaps, apart = [], []
     for seed in SEEDS:
         model: Any = small_model(kind, seed=seed, dtype=torch.bfloat16).to("cuda")
         model.config.max_position_embeddings = 1024
@@ -54,13 +54,13 @@ def test_logprobs_and_gradients_are_near_float32(
             fused, fused_gradient = found(model)
         gaps.append([float((one - exact).abs().mean()) for one in (fused, plain)])
         similar = torch.nn.functional.cosine_similarity
-        apart = [
-            1 - float(similar(one, exact_gradient, 0)) for one in (fused_gradient, plain_gradient)
-        ]
-        assert apart[0] < 1.5 * apart[1] + 1e-5
-        assert apart[0] < 0.01
-    of_fused, of_plain = (sum(gap) for gap in zip(*gaps, strict=True))
-    assert of_fused < 1.25 * of_plain, gaps
+        apart.append(
+            [1 - float(similar(one, exact_gradient, 0)) for one in (fused_gradient, plain_gradient)]
+        )
+        assert apart[-1][0] < 0.01
+    for found_apart in (gaps, apart):
+        of_fused, of_plain = (sum(one) for one in zip(*found_apart, strict=True))
+        assert of_fused < 1.25 * of_plain, found_apart
 
 
 def test_a_critic_is_computed_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
