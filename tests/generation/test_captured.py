@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from m2flow.generation import captured
-from m2flow.generation.captured import CapturedSteps, Size, Step, padded_columns, padded_count
+from m2flow.generation.captured import (
+    CapturedSteps,
+    Size,
+    Step,
+    padded_columns,
+    padded_count,
+    padded_to_pages,
+)
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Completion, Request, SamplingParams
 from m2flow.generation.tensor_parallel import TensorParallel
@@ -253,6 +260,15 @@ def test_padding_is_an_eighth_at_most() -> None:
     assert len(set(sizes[:256])) == 48
     assert padded_columns(1) == captured.COLUMN_STEP == 8
     assert padded_columns(8 * 17) == 8 * 18
+
+
+def test_over_pages_few_sizes_are_small() -> None:
+    sizes = [padded_to_pages(count) for count in range(1, 5000)]
+    assert sizes == sorted(sizes)
+    assert sizes[:3] == [1, 2, 4]
+    assert sorted(set(sizes[:64])) == [1, 2, 4, 8, 16, 32, 48, 64]
+    assert sizes[64:] == [padded_count(count) for count in range(65, 5000)]
+    assert all(count <= size for count, size in enumerate(sizes, start=1))
 
 
 class Counting:

@@ -187,6 +187,17 @@ def padded_count(count: int) -> int:
     return -(-count // step) * step
 
 
+def padded_to_pages(count: int) -> int:
+    """`padded_count`, but below 64 only 1, 2, 4, ..., 32, 48, 64.
+
+    Over pages a row of the padding has next to nothing to read, and products take up to 64 rows in
+    one go. The last answers of a batch end one by one, and each size more is a recording.
+    """
+    if count > 64:
+        return padded_count(count)
+    return 48 if 32 < count <= 48 else 1 << (count - 1).bit_length()
+
+
 def padded_columns(columns: int) -> int:
     """The smallest number of columns that is recorded and not below this one.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
 from m2flow.generation.attention import decode_attention
-from m2flow.generation.captured import padded_columns
+from m2flow.generation.captured import padded_columns, padded_count
 from m2flow.generation.kernels import Rotation
 
 _ROUND_COLUMNS = 64
@@ -193,6 +193,10 @@ class KVCache:
     def padded_columns(self, columns: int) -> int:
         """As many as are read in a step that is recorded."""
         return padded_columns(columns)
+
+    def padded_rows(self, rows: int) -> int:
+        """As many as are computed in a step that is recorded."""
+        return padded_count(rows)
 
     def spans(self, lengths: Sequence[int]) -> list[RowSpan]:
         """How rows of so many columns attend: as few spans as are worth their calls."""

@@ -28,7 +28,13 @@ from torch import Tensor
 from m2flow.errors import M2FlowError, UserError
 from m2flow.flow.worker import Place
 from m2flow.generation.architecture import Architecture
-from m2flow.generation.captured import Capture, CapturedSteps, Size, padded_count
+from m2flow.generation.captured import (
+    Capture,
+    CapturedSteps,
+    Size,
+    padded_count,
+    padded_to_pages,
+)
 from m2flow.generation.decoder import Decoder
 from m2flow.generation.kv_cache import KVCache
 from m2flow.generation.own_forward import OwnForward, OwnSlots
@@ -112,7 +118,7 @@ class NativeEngine:
             fused=self.notice is None,
             padded=padded_count if records else int,
             read=read,
-            rows=padded_count(max_running),
+            rows=padded_to_pages(max_running),
         )
         self.captured = CapturedSteps(capture) if capture is not None and records else None
         """The recorded decode steps; None where none is recorded."""

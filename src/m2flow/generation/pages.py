@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
+from m2flow.generation.captured import padded_to_pages
 from m2flow.generation.kernels import Rotation, on_device
 from m2flow.generation.kv_cache import RowSpan
 from m2flow.generation.paged_attention import PAGE, PageReader, attend
@@ -201,6 +202,10 @@ class PagedCache:
         """The smallest power of 2 that is not below: it costs nothing, as each row reads its own
         pages alone, and the fewer sizes there are the fewer steps are recorded."""
         return 1 << max(self._page - 1, columns - 1).bit_length()
+
+    def padded_rows(self, rows: int) -> int:
+        """As many as are computed in a step that is recorded."""
+        return padded_to_pages(rows)
 
     def _needed(self, length: int) -> int:
         return -(-length // self._page)

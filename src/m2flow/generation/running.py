@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m2flow.generation.captured import COLUMN_STEP, Size, padded_count
+from m2flow.generation.captured import COLUMN_STEP, Size, padded_to_pages
 from m2flow.generation.kernels import draw, on_device, padded_rows
 from m2flow.generation.kv_cache import KVCache, RowSpan
 from m2flow.generation.own_forward import OwnSlots
@@ -75,7 +75,7 @@ class RunningBatch:
         self._parallel = parallel
         self._cache, self._device = cache, device
         self._teams_stand = True
-        shape = (4, max(padded_rows(max_running), padded_count(max_running)))
+        shape = (4, max(padded_rows(max_running), padded_to_pages(max_running)))
         self._state = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def __len__(self) -> int:
@@ -140,7 +140,7 @@ class RunningBatch:
         running, lengths = len(self), self.lengths
         self._cache.ensure(lengths, keep=running)
         teams = self._team_up()
-        rows, passed = padded_count(running), 0
+        rows, passed = self._cache.padded_rows(running), 0
         if self._cache.has_windows:
             passed = min(lengths) // COLUMN_STEP * COLUMN_STEP
         if rows > running:
