@@ -3,10 +3,10 @@
 A decode step of a few rows takes the device less time than Python takes to launch its kernels. A
 CUDA graph launches them together, and is bound to what it was recorded with: sizes and addresses.
 So a step is padded to one of a few sizes, its inputs lie where the batch keeps them, and what was
-recorded is dropped when addresses change: when the cache is laid out anew, and when weights and
-cache leave the device. A size is recorded when it has cost `PLAIN_STEPS` plain steps, so that
-recording never costs much more than it saves; one that was recorded before, as soon as it is there
-again: what its kernels need is set up by then.
+recorded is dropped when addresses change: where the cache is laid out anew, or weights and cache
+have left the device and come back elsewhere. A size is recorded when it has cost `PLAIN_STEPS`
+plain steps, so that recording never costs much more than it saves; one that was recorded before, as
+soon as it is there again: what its kernels need is set up by then.
 
 Knows nothing of models, requests or sampling.
 """
@@ -31,6 +31,9 @@ MOST_RECORDED = 128
 
 COLUMN_STEP = 64
 """Columns of the cache that a step reads come in multiples of it."""
+
+Places = tuple[int, ...]
+"""Where memory lies, and how it is laid out there; equal numbers, equal places."""
 
 Step = Callable[[], Tensor]
 """A decode step over inputs at fixed addresses; its result is there until the next step."""
@@ -128,18 +131,20 @@ class CapturedSteps:
 
     Args:
         capture: records them.
+        places: gives the addresses and shapes of all memory that may move.
 
     Attributes:
         recorded: how many were recorded so far.
         replayed: how many steps were replays.
     """
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, capture: Capture, places: Callable[[], Places]) -> None:
+        self._capture, self._places_now = capture, places
+        self._places: Places = ()
         self._kept: dict[Size, Step] = {}
         self._plain: Counter[Size] = Counter()
         self._known: set[Size] = set()
-        self._layout = -1
+        self._layout: int | None = None
         self.recorded = self.replayed = 0
 
     def run(self, size: Size, layout: int, step: Step) -> Tensor:
@@ -147,12 +152,13 @@ class CapturedSteps:
 
         Args:
             size: of the step.
-            layout: number of the cache's layout; another one means other addresses.
+            layout: number of the cache's layout; with another one addresses may be others.
             step: always does the same for the same size and layout.
         """
         if layout != self._layout:
-            self.drop()
-            self._layout = layout
+            if (places := self._places_now()) != self._places:
+                self.drop()
+            self._layout, self._places = layout, places
         replay = self._kept.pop(size, None)
         if replay is None:
             again = size in self._known
@@ -169,6 +175,10 @@ class CapturedSteps:
             self._known.discard(oldest)
         self.replayed += 1
         return replay()
+
+    def moves(self) -> None:
+        """Memory is given back: before the next step it is looked where it lies then."""
+        self._layout = None
 
     def drop(self) -> None:
         """Forget all that was recorded, and give its memory back: addresses change."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
 from m2flow.generation.attention import decode_attention
-from m2flow.generation.captured import padded_columns, padded_count
+from m2flow.generation.captured import Places, padded_columns, padded_count
 from m2flow.generation.kernels import Rotation
 
 _ROUND_COLUMNS = 64
@@ -121,6 +121,10 @@ class KVCache:
         if self.max_cells is None or not lengths:
             return True
         return self._padded(len(lengths)) * max(lengths) <= self.max_cells
+
+    def places(self) -> Places:
+        """Where all of it lies: in a new layout, elsewhere."""
+        return (self.layout, *(tensor.data_ptr() for tensor in self.tensors()))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All that takes memory."""

@@ -31,6 +31,7 @@ from m2flow.generation.architecture import Architecture
 from m2flow.generation.captured import (
     Capture,
     CapturedSteps,
+    Places,
     Size,
     padded_count,
     padded_to_pages,
@@ -120,8 +121,10 @@ class NativeEngine:
             read=read,
             rows=padded_to_pages(max_running),
         )
-        self.captured = CapturedSteps(capture) if capture is not None and records else None
+        self.captured: CapturedSteps | None = None
         """The recorded decode steps; None where none is recorded."""
+        if capture is not None and records:
+            self.captured = CapturedSteps(capture, self._places)
         self._running = RunningBatch(
             self._cache,
             max_running=max_running,
@@ -273,6 +276,12 @@ class NativeEngine:
         yield from self._cache.tensors()
         yield from self._prefixes.tensors()
 
+    def _places(self) -> Places:
+        """Of all that a recorded step reads and writes, and that may be elsewhere after a nap."""
+        assert isinstance(self._cache, KVCache | PagedCache)
+        weights = (tensor.data_ptr() for tensor in self._decoder.tensors())
+        return (*self._cache.places(), *weights)
+
     def _check(self, sequence: RunningSequence) -> None:
         """Refuse a request that cannot be answered."""
         request, prompt, a = sequence.request, sequence.prompt, self._decoder.architecture
@@ -390,8 +399,8 @@ class NativeEngine:
         """Give back what only running requests need."""
         if not self._running:  # then nobody reads the slots again
             self._cache.free()
-        if self.captured is not None:  # what comes back lies elsewhere
-            self.captured.drop()
+        if self.captured is not None:
+            self.captured.moves()
 
 
 def _is_recordable(config: Any, parallel: TensorParallel, notice: str | None) -> bool:

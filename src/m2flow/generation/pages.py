@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
-from m2flow.generation.captured import padded_to_pages
+from m2flow.generation.captured import Places, padded_to_pages
 from m2flow.generation.kernels import Rotation, on_device
 from m2flow.generation.kv_cache import RowSpan
 from m2flow.generation.paged_attention import PAGE, PageReader, attend
@@ -71,6 +71,10 @@ class PagedCache:
         self._most_pages = None if budget is None else budget // page_bytes
         self._row_pages = -(-a.max_position // PAGE)
         self.columns, self.layout = self._row_pages * PAGE, 0
+        self._table_RM, self._table_TA, self._shared_R = (
+            torch.empty(shape, dtype=torch.int32, device=device)
+            for shape in ((rows, self._row_pages), (rows, 1 + TEAM), (rows,))
+        )
         self.free()
 
     @property
@@ -81,13 +85,9 @@ class PagedCache:
     def free(self) -> None:
         """Give the memory back; all content is lost."""
         self._pages_of: list[list[int]] = []
-        self._table_RM = torch.full(
-            (self._rows, self._row_pages), NOBODY, dtype=torch.int32, device=self._device
-        )
-        self._table_TA = torch.full(
-            (self._rows, 1 + TEAM), -1, dtype=torch.int32, device=self._device
-        )
-        self._shared_R = torch.zeros(self._rows, dtype=torch.int32, device=self._device)
+        self._table_RM.fill_(NOBODY)
+        self._table_TA.fill_(-1)
+        self._shared_R.fill_(0)
         self.teams = 0
         self._take(0)
         if self._device.type == "cuda":
@@ -102,6 +102,11 @@ class PagedCache:
     def tensors(self) -> tuple[Tensor, ...]:
         """All that takes memory."""
         return self._kv_LPSKW, self._table_RM, self._table_TA, self._shared_R
+
+    def places(self) -> Places:
+        """Where all of it lies."""
+        tensors = self.tensors()
+        return (*self._kv_LPSKW.shape, *(tensor.data_ptr() for tensor in tensors))
 
     def tensors_of(self, kv_LUKPW: Tensor) -> tuple[Tensor, ...]:
         """All that a prefill left behind."""
