@@ -152,7 +152,7 @@ def measure(
     model, tokens = work.models[name], work.tokens
     ways = [True, False] if name == work.compared and device != "cpu" else [device != "cpu"]
     seconds: dict[bool, list[float]] = {}
-    again, profile = 0.0, dict[str, Any]()
+    again, recorded, profile = 0.0, 0, dict[str, Any]()
     for way in ways:
         engine = engine_of(model, count, device, way)
         round_seconds(engine, count, work.prompt_tokens, 16, device)  # libraries are set up
@@ -164,7 +164,9 @@ def measure(
         if engine.captured is not None:
             engine.sleep()
             engine.wake()
+            before = engine.captured.recorded
             again = round_seconds(engine, count, work.prompt_tokens, tokens, device)
+            recorded = engine.captured.recorded - before
         del engine
         gc.collect()
         if device != "cpu":
@@ -179,6 +181,7 @@ def measure(
         found["analytic profile over measured"] = step * tokens / taken
     if again:
         found["after a context switch, tokens/s"] = count * tokens / again
+        found["sizes that were recorded again for it"] = recorded
     if len(ways) > 1:
         found["plain steps, tokens/s"] = count * tokens / statistics.median(seconds[False])
         found["gain of graphs"] = found["tokens/s"] / found["plain steps, tokens/s"]
