@@ -199,6 +199,7 @@ def test_a_mixture_divided_by_its_experts_trains_the_same_weights(tmp_path: Path
         "model": sizes,
         "data": {"options": {"min_digits": 1, "max_digits": 1}},
         "warmup": {"steps": 0},
+        "optimizer": {"learning_rate": 1e-4},
     }
     dense = ReasoningExperiment(ReasoningRecipe.model_validate(words))
     tokenizer = dense.prepare(tmp_path / "dense").tokenizer()
