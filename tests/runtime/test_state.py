@@ -50,6 +50,19 @@ def state_of(*tensors: Tensor, place: Place) -> MovableState:
     return MovableState(lambda: tensors, place)
 
 
+def bytes_put(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the bytes of each state that is put into a file from now on."""
+    written: list[int] = []
+    put = spill_module.FileShelf.put
+
+    def counted(shelf: Any, storages: Any) -> None:
+        written.append(sum(storage.nbytes() for storage in storages))
+        put(shelf, storages)
+
+    monkeypatch.setattr(spill_module.FileShelf, "put", counted)
+    return written
+
+
 def large_model(megabytes: int = 100) -> nn.Module:
     """Layers of 4 MB, with random weights."""
     layers = [nn.Linear(1024, 1023) for _ in range(megabytes // 4)]
@@ -180,14 +193,7 @@ def test_nan_and_minus_zero_come_back_to_the_bit(place: Place) -> None:
 
 
 def test_a_frozen_state_is_put_away_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[int] = []
-    put = spill_module.FileShelf.put
-
-    def counted(shelf: Any, storages: Any) -> None:
-        written.append(sum(storage.nbytes() for storage in storages))
-        put(shelf, storages)
-
-    monkeypatch.setattr(spill_module.FileShelf, "put", counted)
+    written = bytes_put(monkeypatch)
     tensors = [torch.randn(1000), torch.zeros(500), torch.randn(3)]
     expected = [tensor.clone() for tensor in tensors]
     state = MovableState(lambda: tensors, place, frozen=True)
@@ -541,14 +547,7 @@ def test_zeros_are_not_put_anywhere(place: Place, monkeypatch: pytest.MonkeyPatc
     late = torch.zeros(MB)
     late[-1] = -0.0  # its bits are not zero, and none of its first bytes is
     state = state_of(weights, gradients, late, place=place)
-    put: list[int] = []
-    whole = spill_module.FileShelf.put
-
-    def noted(self: Any, storages: Any) -> None:
-        put.append(sum(storage.nbytes() for storage in storages))
-        whole(self, storages)
-
-    monkeypatch.setattr(spill_module.FileShelf, "put", noted)
+    written = bytes_put(monkeypatch)
     expected = [tensor.clone() for tensor in (weights, gradients, late)]
     for _ in range(2):
         state.offload()
@@ -558,7 +557,7 @@ def test_zeros_are_not_put_anywhere(place: Place, monkeypatch: pytest.MonkeyPatc
         for tensor, wanted in zip((weights, gradients, late), expected, strict=True):
             assert torch.equal(tensor.view(torch.int32), wanted.view(torch.int32))
         gradients[5] = expected[1][5] = 1.0
-    assert put == [8 * MB, 12 * MB]
+    assert written == [8 * MB, 12 * MB]
 
 
 def test_room_for_what_is_to_come_is_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

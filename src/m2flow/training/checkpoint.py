@@ -27,7 +27,8 @@ MANIFEST = "MANIFEST.json"
 LATEST = "latest"
 MODEL, TRAINER = "model", "trainer"
 THREADS = 4
-"""That read files for their checksums: one reads 1.4 GB/s, of 14 bytes a parameter."""
+"""That read files for their checksums side by side: one takes a second for about 1.4 GB."""
+
 _STEP = re.compile(r"step_(\d{6,})")
 
 

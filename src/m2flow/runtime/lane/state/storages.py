@@ -11,7 +11,10 @@ from torch import Tensor, UntypedStorage, nn
 from m2flow.errors import RunFailed
 
 _LOOKED_AT_FROM = 1 << 20
+"""Bytes of a storage from which on it is worth a look whether all are zero."""
+
 _FIRST_BYTES = 1 << 12
+"""That are looked at before all of them."""
 
 
 def module_tensors(module: nn.Module) -> Iterator[Tensor]:
