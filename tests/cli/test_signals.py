@@ -21,7 +21,7 @@ import pytest
 from m2flow.errors import Stopped
 from m2flow.observe.run_directory import read_metrics
 from m2flow.training.checkpoint import resume_point, step_of
-from m2flow.workloads.common.stopping import StepOverdue, Stopping
+from m2flow.workloads.common.stopping import HEED_SECONDS, StepOverdue, Stopping
 from tests.cli.test_resume import figures
 
 M2flow = Callable[..., Any]
@@ -44,7 +44,9 @@ import os, time
 def slowly(prompt, completion, completion_ids, row):
     if os.path.exists("dawdle"):
         open("scoring", "a").close()
-        time.sleep(0.1)
+        deadline = time.monotonic() + 60
+        while not os.path.exists("overdue") and time.monotonic() < deadline:
+            time.sleep(0.01)
     return float(len(completion_ids) % 3)
 """
 
@@ -257,6 +259,10 @@ def test_a_step_that_is_given_up_before_it_is_learnt_from_leaves_a_checkpoint(
     Path("dawdle").touch()
     run.wait_for(Path("scoring").exists)
     run.process.terminate()
+    assert run.process.stderr is not None
+    assert "or in 0.2 s at the latest" in run.process.stderr.readline()
+    time.sleep(0.2 + HEED_SECONDS / 2)  # overdue by now, and still has the time to say so
+    Path("overdue").touch()
     code, errors = run.ended()
     assert code == 143, errors
     saved = resume_point(Path("run/checkpoints"))
