@@ -380,6 +380,22 @@ def test_steps_wait_for_a_snapshot_only_where_they_overlap(
     assert ("pause" in noted) is bool(staleness)
 
 
+def test_a_snapshot_is_taken_while_the_result_of_its_step_is_looked_at(
+    pool: LanePool, monkeypatch: pytest.MonkeyPatch, undisturbed: list[Any]
+) -> None:
+    """A learner that is lost then has nothing to take again."""
+    monkeypatch.setattr(recovery, "SHARE", math.inf)
+    with start(APART, Death(), pool) as run:
+        results = run.steps(prompts(step) for step in range(STEPS))
+        steps = [next(results)]
+        run.worker_call("learner", "state")  # waits for it
+        os.kill(pool.addresses[2].process_id, signal.SIGKILL)
+        steps += results
+    assert [result.metrics for result in steps] == [figures[2] for figures in undisturbed[4:]]
+    (loss,) = run.losses
+    assert loss.steps == 0
+
+
 @pytest.mark.timeout(60)
 def test_whoever_asks_a_worker_waits_for_no_snapshot_behind_results_still_to_be_taken(
     pool: LanePool, monkeypatch: pytest.MonkeyPatch

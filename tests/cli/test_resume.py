@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from m2flow.observe.run_directory import RunDirectory
+from m2flow.flow import Batch
+from m2flow.observe.run_directory import RunDirectory, merge_steps
+from m2flow.runtime.driver.run import Run
+from m2flow.workloads.common.run import Training
 
 Refused = Callable[..., str]
 M2flow = Callable[..., Any]
@@ -215,6 +219,40 @@ def test_ten_steps_are_five_a_stop_and_five_more(
     same_weights(Path("parts"), Path("straight"))
     assert figures(Path("parts")) == figures(Path("straight"))
     assert [row["step"] for row in rows(Path("parts"))] == list(range(11))
+
+
+@pytest.mark.parametrize("step", [5, 10])
+def test_an_evaluation_that_a_signal_has_cut_short_is_made_up_for(
+    tiny: Path,
+    m2flow: M2flow,
+    monkeypatch: pytest.MonkeyPatch,
+    signals_are_heard: None,
+    step: int,
+) -> None:
+    """Its step is saved all the same, and may be the last one."""
+    words = [tiny, *TEN, "grace_seconds=0.1", "--run-dir"]
+    assert m2flow("train", *words, "straight").code == 0
+
+    def interrupted(training: Training, run: Run, at: int, held_out: Batch) -> dict[str, float]:
+        if at < step:
+            return evaluation(training, run, at, held_out)
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.5)  # longer than the grace time
+        return evaluation(training, run, at, held_out)
+
+    evaluation = Training._evaluation
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "_evaluation", interrupted)
+        outcome = m2flow("train", *words, "parts")
+    assert outcome.code == 128 + signal.SIGTERM, outcome.err
+    assert f"ended after step {step}; saved is step {step}" in outcome.err
+    assert not any("eval/accuracy" in row for row in rows(Path("parts")) if row["step"] == step)
+
+    outcome = m2flow("train", *words, "parts", "--resume")
+    assert outcome.code == 0, outcome.err
+    assert merge_steps(figures(Path("parts"))) == figures(Path("straight"))
+    assert Path("parts/report.html").is_file()
+    same_weights(Path("parts"), Path("straight"))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.engine.plan import Plan
-from m2flow.errors import UserError
+from m2flow.errors import PlanError, UserError
 from m2flow.flow import Flow, FlowGraph, StageNode
 from m2flow.flow.worker import Layout
 from m2flow.plan import (
@@ -306,3 +307,6 @@ def test_companion_puts_what_the_steps_do_not_use_on_the_first_lane() -> None:
     assert beside.placements["world"].lanes == (0,)
     assert beside.placements["score"] == plan.placements["score"]
     assert beside.placements["learner"] == plan.placements["learner"]
+    reserved = [replace(lane, reserved_for="learner") for lane in plan.lanes]
+    with pytest.raises(PlanError, match="lanes: leaves no lane for world"):
+        companion(replace(plan, lanes=tuple(reserved)), graph, 6)

@@ -68,6 +68,7 @@ class SimulatorProcess:
         """Start it, or start it again; `("made", spec)` is what it first replies."""
         self.ready = False
         self._connection, theirs = connection.Pipe()
+        self._patience: float | None = None  # what reads and writes of the connection are bound to
         program = (
             f"import sys; {_search_path(self.source.python)}"
             "from m2flow.environments.child import main; "
@@ -101,8 +102,10 @@ class SimulatorProcess:
 
     def send(self, command: tuple[Any, ...], seconds: float = 60.0) -> None:
         """Send a command. That nobody takes it shows in the reply that does not come."""
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            _set_timeout(self._connection.fileno(), option, seconds)
+        if seconds != self._patience:
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                _set_timeout(self._connection.fileno(), option, seconds)
+            self._patience = seconds
         with contextlib.suppress(OSError):
             self._connection.send(command)
 

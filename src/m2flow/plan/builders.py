@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan
-from m2flow.errors import UserError, suggestion
+from m2flow.errors import PlanError, UserError, suggestion
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan.chunks import pipelined, spread
@@ -159,10 +159,19 @@ def companion(plan: Plan, graph: FlowGraph, num_items: int, isolated: Collection
         graph: the other method.
         num_items: its source items.
         isolated: workers that must have a process of their own.
+
+    Raises:
+        PlanError: the other method has workers of its own, and each lane is reserved.
     """
-    first = next(lane.id for lane in plan.lanes if lane.reserved_for is None)
-    stands = {worker: Placement(((first,),)) for worker in placed(graph)}
-    placements = {**stands, **plan.placements}
+    free = [lane.id for lane in plan.lanes if lane.reserved_for is None]
+    own = [worker for worker in placed(graph) if worker not in plan.placements]
+    if own and not free:
+        raise PlanError(
+            f"leaves no lane for {', '.join(own)}",
+            key="lanes",
+            expected=f"one that is not reserved: {graph.name} runs beside the steps",
+        )
+    placements = {**plan.placements, **{worker: Placement(((free[0],),)) for worker in own}}
     beside = replace(
         plan,
         mode=f"{plan.mode} ({graph.name})",

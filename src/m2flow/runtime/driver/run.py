@@ -156,6 +156,8 @@ class Run(FlowOnLanes):
             if self._supervision is not None:
                 self._supervision.step_is_over()
             self._look_for_snapshot()
+            if self._recovery.is_due and self._saves_at_once:
+                self._begin_snapshot()  # beside what is done with the result
             yield result
 
     def _look(self, pilot: Pilot) -> None:

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from m2flow.errors import UserError
-from m2flow.observe.run_directory import RunDirectory
+from m2flow.observe.run_directory import RunDirectory, read_document
 from m2flow.workloads.common.reading import read_yaml, validated
 from m2flow.workloads.common.recipe import Recipe
 
@@ -115,14 +115,16 @@ def resume_point(recipe: Recipe, run_dir: Path) -> Path | None:
     """The checkpoint to go on from, found whole; None where the run has not saved any.
 
     Raises:
-        UserError: it is not whole, or it is the end of the run.
+        UserError: it is not whole, or it is the end of a run that is finished.
     """
     from m2flow.training import checkpoint
 
     found = checkpoint.resume_point(RunDirectory(run_dir).checkpoints)
     if found is None:
         return None
-    if (steps := checkpoint.step_of(found)) >= recipe.steps:
+    steps = checkpoint.step_of(found)
+    finished = (read_document(RunDirectory(run_dir).run) or {}).get("finished") is not None
+    if steps > recipe.steps or (finished and steps == recipe.steps):
         raise UserError(
             f"the run has taken {steps} steps already",
             key="steps",

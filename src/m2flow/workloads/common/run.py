@@ -16,7 +16,7 @@ from m2flow.observe.jsonl import write_atomically
 from m2flow.observe.machine import describe_machine, package_versions
 from m2flow.observe.metrics_log import MetricsLog
 from m2flow.observe.progress import Progress
-from m2flow.observe.run_directory import RunDirectory
+from m2flow.observe.run_directory import RunDirectory, read_metrics
 from m2flow.observe.timeline import Timeline
 from m2flow.plan.file import to_json
 from m2flow.runtime.driver.journal import Journal
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 GIVE_UP_SECONDS = 10.0
 """Longest that lanes may take to stop where the step at hand is given up."""
+
+EVALUATED = "eval/seconds"
+"""What the row of a step has after an evaluation, whatever the workload."""
 
 WHY = {
     "race": "trying",
@@ -248,8 +251,8 @@ class Training:
 
     def _steps(self, run: Run, held_out: Batch | None, log: MetricsLog) -> None:
         recipe, done = self.recipe, self.first_step
-        if done == 0 and held_out is not None:
-            log.add(0, self._evaluation(run, 0, held_out))
+        if held_out is not None and (done == 0 or self._evaluation_is_missing(done)):
+            log.add(done, self._evaluation(run, done, held_out))
         self.progress.phase("training", recipe.steps, done)
         figures: dict[str, float] = {}
         while done < recipe.steps:
@@ -268,7 +271,7 @@ class Training:
                         log.add(done, figures)
                 last = done == recipe.steps
                 if done == pause:
-                    if held_out is not None and (last or done % recipe.evaluation.every == 0):
+                    if held_out is not None and self._is_evaluated(done):
                         figures |= self._evaluation(run, done, held_out)
                     log.add(done, figures)
             except StepOverdue:
@@ -284,6 +287,17 @@ class Training:
                 self._write_plan(run)  # a race may have ended with the plan that ran already
             if stopped and not last:
                 raise Stopped(stopped)
+
+    def _is_evaluated(self, step: int) -> bool:
+        return step == self.recipe.steps or step % self.recipe.evaluation.every == 0
+
+    def _evaluation_is_missing(self, step: int) -> bool:
+        """Whether the run has ended between the checkpoint of a step and the evaluation after it,
+        as a signal makes it."""
+        rows = read_metrics(self._begun().path)
+        return self._is_evaluated(step) and not any(
+            row["step"] == step and EVALUATED in row for row in rows
+        )
 
     def _batches(self, start: int, end: int) -> Iterator[Batch]:
         """The source items of steps, until a signal asks for the end."""
@@ -393,7 +407,7 @@ class Training:
         self.progress.note(f"step {step}: {said}")
         if written and step == self.recipe.steps:
             self.progress.note(f"film of an episode: {films[0].title}: {written[0]}")
-        return figures | {"eval/seconds": result.seconds}
+        return figures | {EVALUATED: result.seconds}
 
     def _save(self, run: Run, step: int) -> None:
         """Write the checkpoint of a step. One that fails takes no room, and the last one stays."""
