@@ -19,7 +19,8 @@ from torch import Tensor
 
 from m2flow.flow import Batch, Ragged
 from m2flow.training.packing import pack
-from m2flow.workloads.reasoning.config import ALGORITHMS, ReasoningRecipe
+from m2flow.workloads.reasoning.algorithm_section import ALGORITHMS
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.learning import loss_of
 from m2flow.workloads.reasoning.workers import gae, group_advantage, reward_to_go, whiten
 from m2flow.workloads.reasoning.workers.columns import kept_rows, rollouts

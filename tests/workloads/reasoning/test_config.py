@@ -15,15 +15,13 @@ from pydantic import BaseModel, ValidationError
 from m2flow.algorithms.ppo import CriticLoss
 from m2flow.errors import UserError
 from m2flow.workloads.agentic.config import AgenticRecipe
-from m2flow.workloads.reasoning.config import (
+from m2flow.workloads.reasoning.algorithm_section import (
     ALGORITHMS,
     KEYS_OF_ALGORITHMS,
-    KEYS_OF_TASKS,
     AlgorithmSection,
-    CurriculumPart,
-    DataSection,
-    ReasoningRecipe,
 )
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.data_section import KEYS_OF_TASKS, CurriculumPart, DataSection
 from m2flow.workloads.reasoning.flow import PPO, recipe_flow
 from m2flow.workloads.reasoning.learning import (
     critic_config,

@@ -7,10 +7,11 @@ beside the steps waits for it.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from m2flow.engine.plan import Plan
 from m2flow.engine.residency import Residency
@@ -50,6 +51,7 @@ class FlowOnLanes:
         carrier: of the first plan.
         first_step: number of the first step; the workers were loaded with this version.
         pool: the lanes; None for one process.
+        owns_pool: whether they end with the run.
         load_seconds: how long it took to bring the workers up.
         load_deadline_seconds: longest that a lane may take to bring one worker up.
         supervision: starts lanes that are lost; None where nobody does.
@@ -72,6 +74,7 @@ class FlowOnLanes:
         first_step: int,
         *,
         pool: LanePool | None,
+        owns_pool: bool,
         load_seconds: float,
         load_deadline_seconds: float,
         supervision: Supervision | None,
@@ -79,6 +82,7 @@ class FlowOnLanes:
     ) -> None:
         self.graph, self.load_seconds = methods.graphs[STEP], load_seconds
         self._methods, self._workers, self._pool = methods, workers, pool
+        self._owns_pool = owns_pool
         self._load_deadline, self._supervision = load_deadline_seconds, supervision
         self._losses = list(losses)
         self.may_heal: Callable[[], bool] = lambda: True
@@ -87,6 +91,7 @@ class FlowOnLanes:
         self._mender: Mender | None = None
         self._loaded = first_step
         self._take_up(plans, carrier, dict.fromkeys(methods.graphs, first_step))
+        gc.freeze()  # what is there stays: to go through all of torch would stop the control loop
 
     def _take_up(self, plans: Plans, carrier: Any, next_steps: Mapping[str, int]) -> None:
         self.plan, self._plans, self._carrier = plans.by_method[STEP], plans, carrier
@@ -284,3 +289,18 @@ class FlowOnLanes:
         moving.publish(
             self._carrier, self.graph, self.plan, self._placements, moved, version, self._bring
         )
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the lanes, and the Ray cluster, if they were started for this run."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        gc.unfreeze()
+        self._carrier.close()
+        if self._pool is not None and self._owns_pool:
+            self._pool.__exit__(*error)

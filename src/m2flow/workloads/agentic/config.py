@@ -13,7 +13,8 @@ from m2flow.errors import UserError
 from m2flow.tools.registry import check_name
 from m2flow.workloads.common.recipe import Count, Options, Positive, Section
 from m2flow.workloads.reasoning import config as reasoning
-from m2flow.workloads.reasoning.config import OF_GROUPS
+from m2flow.workloads.reasoning.algorithm_section import OF_GROUPS
+from m2flow.workloads.reasoning.data_section import DataSection
 from m2flow.workloads.reasoning.reward_sections import Rewards
 
 
@@ -91,7 +92,7 @@ class EpisodeSection(Section):
     credit: Literal["trajectory", "turn"] = "trajectory"
 
 
-class AgenticDataSection(reasoning.DataSection):
+class AgenticDataSection(DataSection):
     """The problems: those of a file or of reasoning-gym as in a reasoning recipe, or a small task.
 
     `arithmetic` asks for products of two numbers, `lookup` for facts that a search finds.

@@ -8,7 +8,8 @@ from typing import Any
 
 from m2flow.flow import Flow, Stream
 from m2flow.rewards.reward import WeightedReward
-from m2flow.workloads.reasoning.config import OF_GROUPS, ReasoningRecipe
+from m2flow.workloads.reasoning.algorithm_section import OF_GROUPS
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.supported import known_shape
 from m2flow.workloads.reasoning.workers import (
     AdaptedSource,

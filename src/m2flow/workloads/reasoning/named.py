@@ -10,7 +10,8 @@ from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.rewards.reward import WeightedReward
-from m2flow.workloads.reasoning.config import KEYS_OF_TASKS, ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.data_section import KEYS_OF_TASKS
 from m2flow.workloads.reasoning.reward_sections import RewardPart
 from m2flow.workloads.reasoning.tasks import (
     TASKS,

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from m2flow.errors import UserError, suggestion
 from m2flow.workloads.common.reading import check_option
-from m2flow.workloads.reasoning.config import KEYS_OF_TASKS
+from m2flow.workloads.reasoning.data_section import KEYS_OF_TASKS
 from m2flow.workloads.reasoning.tasks.problem import DemonstratedTask, Problem, Task
 
 __all__ = [

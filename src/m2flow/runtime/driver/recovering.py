@@ -1,0 +1,379 @@
+"""`FlowThatRecovers`: a flow on its lanes that goes back to its last snapshot where lanes are lost.
+
+Snapshots are begun between two steps and come in beside the next ones; `Recovery` has the books.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+
+from m2flow.errors import CannotHeal, PlanError, RunFailed
+from m2flow.flow.batch import Batch
+from m2flow.flow.worker import Worker
+from m2flow.runtime.driver.methods import STEP, Methods, Plans
+from m2flow.runtime.driver.recovery import LaneLoss, LaneReturn, Recovery, SavedStates
+from m2flow.runtime.driver.standing import FlowOnLanes
+
+if TYPE_CHECKING:  # a run in one process does without Ray
+    from m2flow.runtime.driver.pilot import Pilot
+    from m2flow.runtime.driver.pool import LanePool
+    from m2flow.runtime.driver.snapshots import SnapshotOnItsWay
+    from m2flow.runtime.driver.supervision import Supervision
+    from m2flow.runtime.lane.orders import MethodResult
+
+T = TypeVar("T")
+
+
+class FlowThatRecovers(FlowOnLanes):
+    """The workers of a run, with snapshots of those that learn.
+
+    Args:
+        pilot: is told of plans for other lanes; None where the plan was given.
+        snapshot_every: steps from one snapshot to the next at most; None for no limit.
+        others: as `FlowOnLanes` has them.
+    """
+
+    def __init__(
+        self,
+        methods: Methods,
+        plans: Plans,
+        workers: Mapping[str, Worker],
+        carrier: Any,
+        first_step: int,
+        *,
+        pool: LanePool | None = None,
+        owns_pool: bool = False,
+        load_seconds: float = 0.0,
+        load_deadline_seconds: float = 0.0,
+        pilot: Pilot | None = None,
+        supervision: Supervision | None = None,
+        losses: Sequence[LaneLoss] = (),
+        snapshot_every: int | None = None,
+    ) -> None:
+        super().__init__(
+            methods,
+            plans,
+            workers,
+            carrier,
+            first_step,
+            pool=pool,
+            owns_pool=owns_pool,
+            load_seconds=load_seconds,
+            load_deadline_seconds=load_deadline_seconds,
+            supervision=supervision,
+            losses=losses,
+        )
+        self.pilot = pilot
+        self._recovery = self._new_recovery(first_step, snapshot_every)
+        self._pending_snapshot: SnapshotOnItsWay | None = None
+        self._again: list[Batch] = []
+
+    # --- snapshots --------------------------------------------------------------------------------
+
+    def _new_recovery(self, first_step: int, snapshot_every: int | None) -> Recovery:
+        spots = self._placements.items()
+        unsaved = [name for name, _ in spots if not self.movable(name)]
+        num_bytes = sum(
+            spot.state_bytes * len(spot.replicas[0]) for name, spot in spots if self._saves(name)
+        )
+        free = psutil.virtual_memory().available
+        heals = self._supervision is not None and self._supervision.heals
+        return Recovery(first_step, unsaved, num_bytes, free, heals, snapshot_every)
+
+    def _savers(self, without: Collection[int] = ()) -> dict[str, tuple[int, ...]]:
+        """Workers whose states a snapshot holds, and the lanes of the replica that saves: the first
+        one with none of the lanes `without`, or no lanes if there is none."""
+        return {
+            name: next((gang for gang in spot.replicas if not {*gang} & {*without}), ())
+            for name, spot in self._placements.items()
+            if self._saves(name)
+        }
+
+    @property
+    def _saves_at_once(self) -> bool:
+        """Whether the states to be saved are resident, and between two steps.
+
+        The result of the step before may still be on its way here.
+        """
+        limited = any(
+            self._residency.limited(lane) for gang in self._savers().values() for lane in gang
+        )
+        return not limited and not self._runners[STEP].num_open
+
+    def _begin_snapshot(self) -> None:
+        """Have workers save their states, and go on meanwhile."""
+        from m2flow.runtime.driver.snapshots import SnapshotOnItsWay
+
+        assert self._pool is not None
+        self._pending_snapshot = SnapshotOnItsWay(
+            self._pool,
+            self._savers(),
+            self._bring,
+            self.plan.deadline_seconds,
+        )
+        self._recovery.begin(self._runners[STEP].next_step)
+
+    def _look_for_snapshot(self) -> None:
+        """Keep the snapshot that is on its way, if it is here."""
+        from m2flow.runtime.transport.peering import PeerLost
+
+        coming = self._pending_snapshot
+        if coming is None or not self._recovery.can_keep or not coming.is_over:
+            return
+        self._pending_snapshot = None
+        try:
+            states = coming.states()
+        except (RunFailed, PeerLost):  # of the lane that was lost its carrier hears
+            self._recovery.give_up()
+        except (OSError, MemoryError) as error:
+            self._recovery.give_up(f"a snapshot has failed: {error}")
+        else:
+            self._recovery.keep(states, coming.seconds)
+
+    def _without_coming_snapshot(self) -> None:
+        """Keep the snapshot that is on its way if it is here, and do without it if not."""
+        self._look_for_snapshot()
+        if self._pending_snapshot is not None:
+            self._pending_snapshot.drop()
+            self._pending_snapshot = None
+            self._recovery.give_up()
+
+    def _settle(self) -> None:
+        super()._settle()
+        while self._pending_snapshot is not None and self._recovery.can_keep:
+            self._look_for_snapshot()
+            if self._pending_snapshot is not None:
+                self._active.advance()
+
+    # --- lanes that are lost ----------------------------------------------------------------------
+
+    @property
+    def losses(self) -> tuple[LaneLoss, ...]:
+        """The lanes that were lost, and are back or given up, in order of time."""
+        return tuple(self._losses)
+
+    @property
+    def returns(self) -> tuple[LaneReturn, ...]:
+        """The lanes that were given up and are back, in order of time."""
+        return tuple(self._recovery.returns)
+
+    @property
+    def snapshot_seconds(self) -> float:
+        """For how long snapshots held lanes up."""
+        return self._recovery.snapshot_seconds
+
+    @property
+    def missing(self) -> int:
+        """How many lanes the run goes without."""
+        return 0 if self._pool is None else len(self._pool.missing)
+
+    def _lasting(self, work: Callable[[], T]) -> T:
+        """Do something between steps; once more whenever a lane was lost meanwhile."""
+        while True:
+            try:
+                self._settle()
+                return work()
+            except RunFailed as error:
+                failure = error
+            try:
+                if self._comes_back(failure):
+                    continue
+            except RunFailed as error:
+                failure = error
+            if not self._goes_back(failure):
+                self._explain(failure)
+                raise failure
+            self._again += self._lanes_back(failure)
+
+    def _comes_back(self, error: RunFailed) -> bool:
+        """Whether what failed beside the steps may be done again, once the lanes that were lost are
+        back; nobody else has anything to do with it."""
+        if self._mender is None or self._pool is None or not self._pool.lost or cannot_heal(error):
+            return False
+        self._active.advance()
+        return self._mender.busy and not self._active.engine.failed
+
+    def _goes_back(self, error: RunFailed) -> bool:
+        """Whether the run may go back to its last snapshot: lanes were lost, and not all that they
+        held can be had otherwise."""
+        if self._pool is None or not self._recovery.heals or not self.may_heal():
+            return False
+        from m2flow.runtime.driver import moving
+
+        return cannot_heal(error) or bool(moving.lost_lanes(self._pool, error))
+
+    def _lanes_back(self, error: RunFailed) -> list[Batch]:
+        """Start lanes again that were lost, or do without them; go back to the last snapshot, and
+        take the steps since then again.
+
+        Returns:
+            The batches of the steps whose results were not given, which are left to be taken.
+
+        Raises:
+            RunFailed: there is no way back.
+        """
+        assert self._supervision is not None
+        assert self._pool is not None
+        from m2flow.runtime.driver import moving
+
+        _, begun = self._runners[STEP].first_open
+        heard: dict[tuple[int, float], str] = {}
+        while self._goes_back(error):
+            self._pool.hasten_restart()
+            busy = moving.stopped(self._pool, self._carrier, self._runners)
+            self._without_coming_snapshot()
+            if not heard:
+                self._save_what_is_left(busy)
+            lost = self._pool.lost.items() or [
+                (one.lane, (one.reason, one.at)) for one in self._losses[-1:]
+            ]
+            heard |= {(lane, at): why for lane, (why, at) in lost}
+            self._supervision.count(error)
+            snapshot = self._recovery.back_to(error)
+            done, others = self._recovery.since_snapshot()
+            try:
+                self._go_back(snapshot, busy)
+                losses = [(lane, why, at) for (lane, at), why in heard.items()]
+                new = self._supervision.losses(losses, self.plan, len(done))
+                for _ in self._runners[STEP].run(done):
+                    pass
+            except RunFailed as again:
+                error = again
+                continue
+            self._recovery.forget_open()
+            self._losses += new
+            self._runners[STEP].go_on(begun, [loss.span() for loss in new])
+            return others
+        raise error
+
+    def _save_what_is_left(self, busy: Collection[int]) -> None:
+        """Go back no further than to what replicas that are left hold, if that is a state between
+        two steps. Nobody waits for them longer than the steps since the snapshot took.
+
+        Args:
+            busy: lanes that have not stopped in time.
+        """
+        from m2flow.runtime.driver import moving
+        from m2flow.runtime.driver.pool import QUIET_SECONDS
+        from m2flow.runtime.driver.snapshots import SnapshotOnItsWay
+
+        pool, recovery, step = self._pool, self._recovery, self._runners[STEP]
+        assert pool is not None
+        between = step.unlearnt and step.first_open[0] == recovery.given and self._can_discard
+        savers = self._savers(without={*pool.lost, *busy})
+        if not (recovery.is_behind and between and savers and all(savers.values())):
+            return
+        lanes = {lane for gang in savers.values() for lane in gang}
+        seconds = min(QUIET_SECONDS, recovery.seconds_since)
+        if moving.stop(pool, self._carrier, self._runners, lanes, seconds):
+            return
+        dropped: list[Future[MethodResult]] = []
+
+        def bring(workers: Sequence[str], _: str, lanes: Sequence[int]) -> None:
+            self._bring_idle(workers, lanes)
+            for worker in workers:
+                dropped.extend(moving.discard_later(pool, worker, lanes))
+
+        saved = SnapshotOnItsWay(pool, savers, bring, self.plan.deadline_seconds)
+        while not saved.is_over:
+            pool.receive(0.1)
+        try:
+            states = saved.states()
+            if not any(answer.result(timeout=0).raised for answer in dropped):
+                recovery.take_over(states)
+        except Exception:  # noqa: BLE001 - whatever it is, there is the last snapshot
+            return
+
+    @property
+    def _can_discard(self) -> bool:
+        """Whether learners can drop what they have folded in, so that a step can be taken again."""
+        learners = {node.worker for node in self.graph.nodes if node.accumulates}
+        return learners <= self._workers.keys() and all(
+            type(self._workers[worker]).discard is not Worker.discard for worker in learners
+        )
+
+    def _go_back(self, snapshot: SavedStates, busy: Collection[int]) -> None:
+        """Bring all workers up as they were at a snapshot, on the lanes that there are to be.
+
+        Args:
+            snapshot: what to go back to.
+            busy: lanes that have not stopped in time, which are started again as well.
+        """
+        from m2flow.runtime.driver.carrier import RayCarrier
+
+        pool, supervision, kept = self._pool, self._supervision, self.plan
+        assert pool is not None
+        assert supervision is not None
+        supervision.bring_back(busy)
+        plans = self._plans
+        try:
+            if (remade := supervision.remade(plans.everything)) is not None:
+                plans = self._methods.planned(remade)
+            next_steps = {name: runner.first_open[0] for name, runner in self._runners.items()}
+            carrier = RayCarrier(
+                pool,
+                self._methods.graphs,
+                plans.everything,
+                self._workers,
+                plans.by_method,
+                snapshot.step,
+                load_seconds=self._load_deadline,
+                states=snapshot.states,
+            )
+            plans = plans.sized(self._state_bytes | carrier.state_bytes, self._methods.graphs)
+        except PlanError as why:  # it was made here
+            raise RunFailed(f"no plan for the lanes that are left: {why}") from why
+        self._take_up(plans, carrier, next_steps | {STEP: snapshot.step})
+        if remade is None:
+            self.plan = kept
+        elif self.pilot is not None:
+            self.pilot.gone_over(remade, (), 0.0, lanes=True)
+        if snapshot.states:
+            self._publish_to(tuple(self._placements), snapshot.step)
+
+    def _explain(self, error: RunFailed) -> None:
+        """Add what lanes are doing to a failure that is a stall."""
+        if self._pool is not None:
+            from m2flow.runtime.driver.stalled import explain
+
+            explain(error, self._pool)
+
+    # --- lanes that are there again ---------------------------------------------------------------
+
+    @property
+    def _lanes_come_back(self) -> bool:
+        """Whether lanes that were given up may be there again."""
+        return (
+            self._supervision is not None
+            and self._recovery.saves
+            and self.may_heal()
+            and self._supervision.has_news
+        )
+
+    def _take_in(self) -> None:
+        """Go on with lanes that have come back, under a plan for all that there are."""
+        assert self._supervision is not None
+        begun = time.time()
+        back = self._supervision.take_in()
+        try:
+            plan = self._supervision.remade(self._plans.everything)
+        except RunFailed:  # they are too few for a plan, and stay idle
+            return
+        if plan is None:
+            return
+        done = self.replan(plan)
+        if self.pilot is not None:
+            self.pilot.gone_over(plan, done.moved, done.seconds, lanes=True)
+        new = self._supervision.returns(back, self.plan, begun)
+        self._recovery.returns += new
+        self._runners[STEP].go_on(begun, [one.span() for one in new])
+
+
+def cannot_heal(error: RunFailed) -> bool:
+    """Whether a step has failed because what was lost could not be made again."""
+    return isinstance(error, CannotHeal) or isinstance(error.__cause__, CannotHeal)
