@@ -237,7 +237,9 @@ def test_an_evaluation_that_a_signal_has_cut_short_is_made_up_for(
         if at < step:
             return evaluation(training, run, at, held_out)
         signal.raise_signal(signal.SIGTERM)
-        time.sleep(0.5)  # longer than the grace time
+        deadline = time.monotonic() + 30
+        while not training._stopping._overdue and time.monotonic() < deadline:
+            time.sleep(0.01)
         return evaluation(training, run, at, held_out)
 
     evaluation = Training._evaluation
