@@ -289,6 +289,7 @@ class Training:
                 raise Stopped(stopped)
 
     def _is_evaluated(self, step: int) -> bool:
+        """Whether an evaluation is due after a step."""
         return step == self.recipe.steps or step % self.recipe.evaluation.every == 0
 
     def _evaluation_is_missing(self, step: int) -> bool:
