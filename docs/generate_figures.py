@@ -373,11 +373,16 @@ def faults() -> Table:
         "each minute",
     }
     back = target("recovery", "seconds until back with a spare, the longest")
+    runs = read("recovery")["results"]
+    calm, long = (
+        f"{median(run['step'] for name in (kind, f'{kind}, twin') for run in runs[name]):.2g} s"
+        for kind in ("undisturbed", "long steps")
+    )
     disturbed = {
-        "a third of a second": "the steps disturbed, with a spare",
-        "a third of a second, with `spare_lanes=0`": "the steps disturbed",
-        "2.1 s": "long steps disturbed, with a spare",
-        "2.1 s, with `spare_lanes=0`": "long steps disturbed",
+        calm: "the steps disturbed, with a spare",
+        f"{calm}, with `spare_lanes=0`": "the steps disturbed",
+        long: "long steps disturbed, with a spare",
+        f"{long}, with `spare_lanes=0`": "long steps disturbed",
     }
     left = "most of the last third over most of the second, and trend in an hour"
     return f"what | {left}: launcher's memory, all memory, handles", [

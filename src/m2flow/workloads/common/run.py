@@ -295,9 +295,8 @@ class Training:
     def _evaluation_is_missing(self, step: int) -> bool:
         """Whether the run has ended between the checkpoint of a step and the evaluation after it,
         as a signal makes it."""
-        rows = read_metrics(self._begun().path)
         return self._is_evaluated(step) and not any(
-            row["step"] == step and EVALUATED in row for row in rows
+            row["step"] == step and EVALUATED in row for row in read_metrics(self._begun().path)
         )
 
     def _batches(self, start: int, end: int) -> Iterator[Batch]:
