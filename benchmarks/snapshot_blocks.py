@@ -6,8 +6,7 @@ from m2flow.cli.app import main
 from m2flow.runtime.driver.recovery import Recovery
 
 BLOCK = 7
-"""Steps that follow each other with snapshots, or without. Where one is taken every second step,
-three of the six after the first one have one."""
+"""Steps that follow each other with snapshots, or without."""
 
 WITH, WITHOUT, WITH_TWIN, WITHOUT_TWIN = KINDS = (
     "snapshots",
@@ -24,13 +23,14 @@ def kind_of(step: int) -> str:
 
 
 def _take_turns() -> None:
-    due = Recovery.is_due.fget
-    assert due is not None
+    due = Recovery.is_due
 
-    def is_due(self: Recovery) -> bool:
-        return kind_of(self.given) in (WITH, WITH_TWIN) and bool(due(self))
+    def is_due(self: Recovery, step: int | None = None) -> bool:
+        """A snapshot is begun in the last milliseconds of the step before `step`, or after it."""
+        last = (self.given if step is None else step) - 1
+        return kind_of(last) in (WITH, WITH_TWIN) and due(self, step)
 
-    Recovery.is_due = property(is_due)  # type: ignore[assignment, method-assign]
+    Recovery.is_due = is_due  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

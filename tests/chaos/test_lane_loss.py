@@ -344,7 +344,7 @@ def test_a_run_goes_on_from_a_replica_that_has_not_learnt_since_the_last_step(
     monkeypatch: pytest.MonkeyPatch,
     undisturbed: list[Any],
 ) -> None:
-    monkeypatch.setattr(Recovery, "is_due", False)
+    monkeypatch.setattr(Recovery, "is_due", lambda *_: False)
     with start(TOGETHER, Death(moment, version, str(tmp_path)), pool) as run:
         found = seen(run)
     assert (tmp_path / "0").exists(), "nobody was killed"
@@ -378,6 +378,25 @@ def test_steps_wait_for_a_snapshot_only_where_they_overlap(
     assert noted.count("begin") >= 1
     assert noted.count("keep") == noted.count("begin")
     assert ("pause" in noted) is bool(staleness)
+
+
+def test_lanes_save_while_weights_go_out_and_the_result_is_on_its_way(
+    pool: LanePool, monkeypatch: pytest.MonkeyPatch, undisturbed: list[Any]
+) -> None:
+    begun: list[tuple[int, int]] = []
+    begin = Recovery.begin
+
+    def noted(self: Recovery, step: int) -> None:
+        begun.append((step, self.given))
+        begin(self, step)
+
+    monkeypatch.setattr(recovery, "BUSY", math.inf)
+    monkeypatch.setattr(recovery, "SHARE", math.inf)
+    monkeypatch.setattr(Recovery, "begin", noted)
+    with start(APART, Death(), pool) as run:
+        results = list(run.steps(prompts(step) for step in range(STEPS)))
+    assert [result.metrics for result in results] == [figures[2] for figures in undisturbed[4:]]
+    assert begun == [(step + 1, step) for step in range(STEPS)]
 
 
 def test_a_snapshot_is_taken_while_the_result_of_its_step_is_looked_at(

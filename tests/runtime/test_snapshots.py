@@ -25,7 +25,7 @@ def test_snapshots_take_a_bounded_share_of_the_time() -> None:
     for step in range(1000):
         now += 0.25
         recovery.gave(step)
-        if recovery.is_due:
+        if recovery.is_due():
             recovery.begin(step + 1)
             now += 0.03
             busy += 0.03
@@ -40,7 +40,7 @@ def test_a_snapshot_that_holds_nobody_up_is_taken_more_often() -> None:
     for step in range(1000):
         now += 0.25
         recovery.gave(step)
-        if recovery.is_due:
+        if recovery.is_due():
             recovery.begin(step + 1)
             recovery.keep({}, SaveSeconds(0.03, 0.0))
             kept += 1
@@ -54,7 +54,7 @@ def test_after_so_many_steps_a_snapshot_is_due_whatever_it_costs() -> None:
     for step in range(12):
         now += 1.0
         recovery.gave(step)
-        if recovery.is_due:
+        if recovery.is_due():
             recovery.begin(step + 1)
             recovery.keep({}, SaveSeconds(1e6, 1e6))
             kept.append(step)
@@ -72,10 +72,10 @@ def test_steps_go_on_while_a_snapshot_comes() -> None:
             recovery.gave(step)
 
     steps(0, 1)
-    assert recovery.is_due
+    assert recovery.is_due()
     recovery.begin(2)
     steps(2, 3)
-    assert not recovery.is_due, "one is on its way"
+    assert not recovery.is_due(), "one is on its way"
     assert recovery.back_to(RunFailed("lost")).step == 0
     assert recovery.since_snapshot() == (batches[:4], [])
     recovery.keep({"learner": {}}, SaveSeconds(0.0, 0.0))
@@ -86,7 +86,7 @@ def test_steps_go_on_while_a_snapshot_comes() -> None:
     recovery.give_up()
     assert recovery.back_to(RunFailed("lost")).step == 2
     assert recovery.since_snapshot() == (batches[2:5], [])
-    assert recovery.is_due, "of one that will not come another is taken"
+    assert recovery.is_due(), "of one that will not come another is taken"
 
 
 def test_what_a_replica_holds_takes_the_place_of_an_older_snapshot() -> None:
@@ -106,6 +106,8 @@ def test_what_a_replica_holds_takes_the_place_of_an_older_snapshot() -> None:
 
 def test_a_snapshot_counts_once_the_results_before_it_were_given() -> None:
     recovery = Recovery(0, [], 0, 10**9, heals=True, clock=lambda: 1.0)
+    assert not recovery.is_due(), "no result was given"
+    assert recovery.is_due(1)
     recovery.gave(0)
     recovery.begin(2)
     assert not recovery.can_keep, "step 1 is over, and its result on its way"
@@ -124,9 +126,9 @@ def test_a_pause_for_a_snapshot_is_counted_as_its_time() -> None:
     assert recovery.snapshot_seconds == 3.0, "for so long no step was begun"
     recovery.gave(1)
     now += 0.99 * 3.0 / SHARE
-    assert not recovery.is_due
+    assert not recovery.is_due()
     now += 0.02 * 3.0 / SHARE
-    assert recovery.is_due
+    assert recovery.is_due()
 
 
 class _Pool:

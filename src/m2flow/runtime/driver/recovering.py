@@ -98,12 +98,22 @@ class FlowThatRecovers(FlowOnLanes):
     def _saves_at_once(self) -> bool:
         """Whether the states to be saved are resident, and between two steps.
 
-        The result of the step before may still be on its way here.
+        The weights and the result of the step before may still be on their way.
         """
-        limited = any(
+        return self._runners[STEP].is_between_steps and not any(
             self._residency.limited(lane) for gang in self._savers().values() for lane in gang
         )
-        return not limited and not self._runners[STEP].num_open
+
+    def _between_events(self) -> None:
+        """Have workers save as soon as they have done a step, while its weights go out and its
+        result comes: a lane that is lost after the result was told has nothing to take again.
+        Steps that overlap leave no such time."""
+        super()._between_events()
+        step = self._runners[STEP]
+        if step.num_open and step.is_between_steps and not self.plan.max_staleness:
+            self._look_for_snapshot()  # the one before, or there would be none now
+            if self._recovery.is_due(step.next_step) and self._saves_at_once:
+                self._begin_snapshot()
 
     def _begin_snapshot(self) -> None:
         """Have workers save their states, and go on meanwhile."""

@@ -186,15 +186,18 @@ class Recovery:
         if self._why_not is not None:
             self._snapshot, self._batches = None, []
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the next snapshot is worth its time."""
-        snapshot = self._snapshot
+    def is_due(self, step: int | None = None) -> bool:
+        """Whether the next snapshot is worth its time.
+
+        Args:
+            step: it would be of all steps before this one; by default, of those that were given.
+        """
+        snapshot, step = self._snapshot, self.given if step is None else step
         if snapshot is None or self._why_not is not None or not self.heals:
             return False
-        if self._begun is not None or self.given == snapshot.step:
+        if self._begun is not None or step <= snapshot.step:
             return False
-        if self._every is not None and self.given - snapshot.step >= self._every:
+        if self._every is not None and step - snapshot.step >= self._every:
             return True
         return self._clock() - self._taken_at >= self._apart
 

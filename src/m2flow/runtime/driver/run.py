@@ -71,7 +71,7 @@ class Run(FlowThatRecovers):
         self._exhausted = False
         while not ((self.pilot and self.pilot.wants_to_look) or self._lanes_come_back):
             self._look_for_snapshot()  # the one of the step before, or there would be none now
-            if self._recovery.is_due:
+            if self._recovery.is_due():
                 if not self._saves_at_once:
                     self._recovery.pause()
                     return
@@ -89,7 +89,7 @@ class Run(FlowThatRecovers):
             self._take_in()
         elif self.pilot is not None and self.pilot.wants_to_look:
             self._look(self.pilot)
-        elif self._recovery.is_due:
+        elif self._recovery.is_due():
             self._begin_snapshot()
         else:
             return False
@@ -104,8 +104,6 @@ class Run(FlowThatRecovers):
             if self._supervision is not None:
                 self._supervision.step_is_over()
             self._look_for_snapshot()
-            if self._recovery.is_due and self._saves_at_once:
-                self._begin_snapshot()  # beside what is done with the result
             yield result
 
     def _look(self, pilot: Pilot) -> None:

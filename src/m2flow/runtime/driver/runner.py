@@ -20,6 +20,7 @@ from m2flow.engine.messages import (
     CompleteStep,
     DropFolded,
     Event,
+    ExportWeights,
     FailRun,
     InstallWeights,
     MoveFailed,
@@ -222,6 +223,16 @@ class Runner:
     def num_open(self) -> int:
         """Steps in flight that have not ended."""
         return len(self._open)
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no stage has work left in a step that was begun, and all that goes on is that
+        weights are on their way."""
+        engine = self.engine
+        return not any(state.open_nodes for state in engine.steps.values()) and all(
+            isinstance(call.command, ExportWeights | InstallWeights)
+            for call in engine.calls.values()
+        )
 
     @property
     def first_open(self) -> tuple[int, float | None]:

@@ -109,7 +109,7 @@ class FlowOnLanes:
                 self._residency,
                 recall=self._recalled if name == STEP else nothing_kept,
                 heal=self._supervision is not None and self._supervision.heals,
-                heed=lambda: self.heed(),  # noqa: PLW0108 - it may be set later
+                heed=self._between_events,
             )
             for name, plan in plans.by_method.items()
         }
@@ -138,6 +138,10 @@ class FlowOnLanes:
         """Wait for lanes that are on their way back."""
         while self._mender is not None and self._mender.busy:
             self._active.advance()
+
+    def _between_events(self) -> None:
+        """What is done while steps are waited for."""
+        self.heed()
 
     @property
     def _active(self) -> Runner:

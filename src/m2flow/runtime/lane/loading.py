@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
@@ -90,6 +91,40 @@ class Loader:
         return worker
 
 
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A copy of a state that a worker has saved.
+
+    Attributes:
+        memory: what it lies in, uint8 [bytes].
+        tensors: the copy's, by name; they share that memory.
+    """
+
+    memory: Any
+    tensors: Mapping[str, Any]
+
+    @classmethod
+    def empty(cls, state: Mapping[str, Any], exchange: Exchange) -> StateCopy:
+        """Room for a state."""
+        places = list(accumulate((aligned(x.nbytes) for x in state.values()), initial=0))
+        memory = exchange.room(places[-1])
+        parts = zip(state.items(), places, strict=False)
+        return cls(
+            memory,
+            {
+                name: memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
+                for (name, x), start in parts
+            },
+        )
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state has these tensors, all of the same shape and type."""
+        return self.tensors.keys() == state.keys() and all(
+            (x.dtype, x.shape) == (state[name].dtype, state[name].shape)
+            for name, x in self.tensors.items()
+        )
+
+
 def save(order: Save, host: LaneHost, exchange: Exchange) -> None:
     """Keep a copy of what a worker saves; its other lanes may have to take part.
 
@@ -98,20 +133,16 @@ def save(order: Save, host: LaneHost, exchange: Exchange) -> None:
     where it lies, so that there are two.
     """
     saved = dict(host.workers[order.worker].save())
-    places = list(accumulate((aligned(x.nbytes) for x in saved.values()), initial=0))
-    kept = [one for one in host.copies.pop(order.worker, []) if len(one) == places[-1]]
-    memory = next((one for one in kept if not exchange.is_read(one)), None)
-    if memory is None:
-        memory = exchange.room(places[-1])
-        kept = [*kept[-1:], memory]
-    if len(memory) <= REUSED_BYTES:
+    kept = [one for one in host.copies.pop(order.worker, []) if one.fits(saved)]
+    copy = next((one for one in kept if not exchange.is_read(one.memory)), None)
+    if copy is None:
+        copy = StateCopy.empty(saved, exchange)
+        kept = [*kept[-1:], copy]
+    if len(copy.memory) <= REUSED_BYTES:
         host.copies[order.worker] = kept
-    state = {}
-    for name, start in zip(list(saved), places, strict=False):
-        x = saved.pop(name).detach()  # what was gathered need not stay beside its copy
-        there = memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
-        state[name] = there.copy_(x)
-    host.store.put("", STATES, order.producer, Batch({"state": [state]}))
+    for name, there in copy.tensors.items():
+        there.copy_(saved.pop(name).detach())  # what was gathered need not stay beside its copy
+    host.store.put("", STATES, order.producer, Batch({"state": [copy.tensors]}))
 
 
 def close_workers(host: LaneHost, keep: Collection[str] = ()) -> LaneHost:
