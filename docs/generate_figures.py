@@ -391,7 +391,7 @@ def faults() -> Table:
         *(
             (
                 f"share of the time that is effective, a lane killed every tenth step of {steps}",
-                f"{target('recovery', f'effective time at a tenth of {what}'):.2f}",
+                f"{target('recovery', f'effective time at a tenth of {what}'):.3f}",
             )
             for steps, what in disturbed.items()
         ),
