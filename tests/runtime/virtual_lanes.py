@@ -171,6 +171,11 @@ class LaneProcess:
         self._pace = 8 if number in world.slow else 1
         self._limit: int | None = None
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether it is up, and its line not half open."""
+        return self.up and not self.line.silent
+
     def die(self, reason: str, *, silently: bool = False) -> None:
         """The process ends; where its machine goes, nobody is told."""
         if not self.up:

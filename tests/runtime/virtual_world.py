@@ -159,10 +159,11 @@ class World:
         if self.events["launchers lost"] < 2 and dice.random() < faults.launcher:
             self.events["launchers lost"] += 1
             raise LauncherLost
-        up = [lane for lane in self.lanes.values() if lane.up and not lane.line.silent]
-        if not up or self.struck.total() >= faults.most or dice.random() >= faults.lose:
+        if self.struck.total() >= faults.most:
             return
-        lane = dice.choice(up)
+        if not any(lane.is_heard for lane in self.lanes.values()) or dice.random() >= faults.lose:
+            return
+        lane = dice.choice([lane for lane in self.lanes.values() if lane.is_heard])
         node = self.nodes[lane.number]
         if node and dice.random() < faults.machine:
             self._lose_machine(node)
