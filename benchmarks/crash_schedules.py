@@ -9,15 +9,19 @@ goes wrong: events that come twice, late and out of order, lanes and whole machi
 lines that are half open, slow lanes, a slow disk, lanes that do not come up, and a launcher that is
 lost. A run goes on until its steps are done, or ends with a reason that is true.
 
-A schedule that breaks a promise ends the benchmark: Hypothesis shrinks the flow, the plan and the
-seed, and prints the shortest case that still breaks it.
+Each core plays a share, from a seed of its own. A schedule that breaks a promise ends its share:
+Hypothesis shrinks the flow, the plan and the seed, and prints the shortest case that still breaks
+it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 from harness import ROOT, Target, arguments, conclude, table
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -58,14 +62,11 @@ class Played:
                 self.events[f"ended: {reason}"] += 1
 
 
-def main() -> None:
-    parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
-    options = parser.parse_args()
-    wanted = QUICK_SCHEDULES if options.quick else SCHEDULES_IN_ALL
+def play_share(first_seed: int, wanted: int) -> tuple[Played, str]:
+    """What one process plays, and what has broken: the shortest case that still does."""
     played = Played()
 
-    @seed(options.seed)
+    @seed(first_seed)
     @settings(
         max_examples=wanted // EACH,
         deadline=None,
@@ -79,15 +80,33 @@ def main() -> None:
     def play(case: Case, first: int) -> None:
         played.play(case, first)
 
-    start, broken = time.perf_counter(), 0
     try:
         play()
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        broken = 1
-        print("\n".join([*getattr(error, "__notes__", []), f"{type(error).__name__}: {error}"]))
+    except Exception as error:  # noqa: BLE001 - whatever breaks is told
+        said = [*getattr(error, "__notes__", []), f"{type(error).__name__}: {error}"]
+        return played, "\n".join(said)
+    return played, ""
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    options = parser.parse_args()
+    wanted = QUICK_SCHEDULES if options.quick else SCHEDULES_IN_ALL
+    cores = len(os.sched_getaffinity(0))
+    share = EACH * -(-wanted // (EACH * cores))
+    seeds = [options.seed * cores + core for core in range(cores)]
+    start = time.perf_counter()
+    with ProcessPoolExecutor(cores, get_context("spawn")) as processes:
+        shares = list(processes.map(play_share, seeds, [share] * cores))
     seconds = time.perf_counter() - start
+    broken = [said for _, said in shares if said]
+    print("\n".join(broken))
+    played = Played()
+    for one, _ in shares:
+        played.schedules += one.schedules
+        played.steps += one.steps
+        played.events += one.events
     each = seconds / max(1, played.schedules)
     rows = [["schedules", played.schedules], ["steps", played.steps], ["seconds", seconds]]
     table(["", "in all"], [*rows, *map(list, sorted(played.events.items()))])
@@ -98,10 +117,11 @@ def main() -> None:
             "steps": played.steps,
             "seconds": seconds,
             "seed": options.seed,
+            "processes": cores,
             **played.events,
         },
         [
-            Target("schedules that break a promise", broken, 0, at_most=True),
+            Target("schedules that break a promise", len(broken), 0, at_most=True),
             Target("schedules played", played.schedules, wanted),
             Target(
                 "seconds for ten thousand", each * SCHEDULES_IN_ALL, LIMIT_SECONDS, at_most=True
