@@ -101,7 +101,8 @@ def main() -> None:
         shares = list(processes.map(play_share, seeds, [share] * cores))
     seconds = time.perf_counter() - start
     broken = [said for _, said in shares if said]
-    print("\n".join(broken))
+    for said in broken:
+        print(said)
     played = Played()
     for one, _ in shares:
         played.schedules += one.schedules
