@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -177,19 +178,65 @@ def test_collecting_what_a_step_returns_waits_for_nothing() -> None:
     assert woken
 
 
+def carrier_on(pool: Any, elsewhere: bool = False) -> Any:
+    """A carrier whose workers are loaded already; all lanes but 0 may be on other machines."""
+    pool.lanes = tuple(LaneSpec(lane) for lane in pool._lines)
+    pool.is_here = lambda lane: lane == 0 or not elsewhere
+    pool.exchange = SimpleNamespace(forget=lambda lane: None)
+    carrier: Any = RayCarrier.__new__(RayCarrier)
+    carrier.pool, carrier._gang_calls, carrier.mender = pool, {}, None
+    carrier.plan = SimpleNamespace(placements={})
+    carrier.publisher = Mock()
+    return carrier
+
+
+@pytest.mark.parametrize("mending", [False, True])
+def test_what_a_gang_misses_of_a_lane_that_has_done_its_part_is_no_first_cause(
+    mending: bool, pool_of: PoolOf
+) -> None:
+    """Its other lanes may still wait for it within the call, whoever else is on the way back."""
+    pool, ends = pool_of(0, 1)
+    carrier = carrier_on(pool)
+    if mending:
+        lost = Mock(side_effect=LaneLost)
+        carrier.mender = Mock(busy=True, epochs={}, ended=lost, news=Mock(return_value=[]))
+        carrier.mender.takes.return_value = False
+        carrier.mender.instead_of = lambda failed: failed
+    carrier._gang_calls[4] = {0, 1}
+    done = Report(CallFinished(4, 1), at=1.0)
+    ends[1].send(to_bytes(Reports([done])))
+    assert carrier.wait(1.0) == [done]
+    echo = Report(CallFailed(4, 0, RuntimeError("connection closed by peer")), at=2.0)
+    ends[0].send(to_bytes(Reports([echo])))
+    closing = Timer(0.1, ends[1].close)
+    closing.start()
+    heard = [type(report.event) for report in carrier.wait(1.0)]
+    closing.join()
+    assert heard == [LaneLost, CallFailed]
+
+
+def test_a_lane_on_its_way_back_is_not_waited_for_by_those_that_miss_it(pool_of: PoolOf) -> None:
+    pool, ends = pool_of(0)
+    carrier = carrier_on(pool)
+    carrier.mender = Mock(busy=True, epochs={}, news=Mock(return_value=[]))
+    carrier.mender.takes.return_value = False
+    carrier.mender.instead_of = lambda failed: failed
+    carrier._gang_calls[4] = {0}
+    ends[0].send(to_bytes(Reports([Report(CallFailed(4, 0, PeerLost("lane 1 is gone")))])))
+    receive = Mock(side_effect=pool.receive)
+    pool.receive = receive
+    assert len(carrier.wait(1.0)) == 1
+    receive.assert_called_once()
+
+
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_a_machine_is_waited_for_that_its_peers_have_missed_first(
     elsewhere: bool, pool_of: PoolOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A link was cut: a lane missed another one seconds before the launcher did."""
     monkeypatch.setattr(carrier_module, "PEER_SECONDS", 0.0)
-    monkeypatch.setattr(LanePool, "is_here", lambda _, lane: lane == 0 or not elsewhere)
     pool, ends = pool_of(0, 1)
-    pool.lanes = (LaneSpec(0), LaneSpec(1))
-    pool.exchange = SimpleNamespace(forget=lambda lane: None)
-    carrier: Any = RayCarrier.__new__(RayCarrier)
-    carrier.pool, carrier._gang_calls, carrier.mender = pool, set(), None
-    carrier.plan = SimpleNamespace(placements={})
+    carrier = carrier_on(pool, elsewhere)
     echo = Report(CallFailed(4, 0, PeerLost("gone: timed out")), at=1.0)
     ends[0].send(to_bytes(Reports([echo])))
     turns = 0

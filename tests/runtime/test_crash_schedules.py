@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2flow.engine import Engine
-from m2flow.engine.plan import StagePlan
+from m2flow.engine.plan import LaneSpec, StagePlan
 from m2flow.errors import RunFailed
-from m2flow.runtime.driver import moving
+from m2flow.flow import SOURCE
+from m2flow.runtime.driver import loading, moving
 from m2flow.runtime.driver.carrier import RayCarrier
 from m2flow.runtime.driver.recovery import Recovery
 from m2flow.runtime.driver.runner import Runner
 from tests.engine.random_cases import Case, cases
 from tests.engine.test_engine import graph_of, plan_of
-from tests.runtime.crash_schedules import SCHEDULES, CrashSchedule
+from tests.runtime.crash_schedules import SCHEDULES, CrashSchedule, Stateful, Stateless
+from tests.runtime.virtual_pool import launched, virtual_time
 from tests.runtime.virtual_world import Faults
 
 ordinary = settings(
@@ -91,6 +95,48 @@ def test_a_lane_that_is_lost_again_while_it_takes_its_weights_over_comes_back() 
     """It was waited for until the deadline: its first process had been asked for them, too."""
     for seed in range(200):
         CrashSchedule(CASE, Faults(lose=0.03, most=8), seed).run()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lost"),
+    [
+        ({"a": [0, 1], "b": [0]}, {"a": [0, 1], "b": [1]}, {1}),
+        ({"a": [0], "b": [1]}, {"a": [0, 1], "b": [1]}, {0, 1}),
+    ],
+    ids=["the learner has left the other", "the other comes back alone"],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_lane_is_lost_while_a_run_goes_over_to_another_plan(
+    before: dict[str, list[int]],
+    after: dict[str, list[int]],
+    lost: set[int],
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lane that had dropped the learner was asked to save it. And where another lane was lost as
+    well, and came back alone, the run waited for the first one until the deadline."""
+    monkeypatch.setattr(Recovery, "is_due", lambda *_: False)
+    plan, loaded = plan_of(before), loading._loaded
+    graph = graph_of(lambda a, b, x: b.train(a.score(x)), "a", "b")
+    world = CrashSchedule(replace(CASE, graph=graph, plan=plan), Faults(), seed).world
+    batches = [world.batch(SOURCE, step, range(4)) for step in range(4)]
+
+    def lose(*given: Any) -> Any:
+        monkeypatch.setattr(loading, "_loaded", loaded)
+        for lane in lost:
+            world.lanes[lane].die("killed")
+        return loaded(*given)
+
+    with virtual_time(world):
+        lanes = tuple(map(LaneSpec, (0, 1)))
+        workers = {"a": Stateless(), "b": Stateful()}
+        run = launched(world, lanes, plan, workers, 0, 8, None)
+        given = [result.step for result in run.steps(batches[:2])]
+        monkeypatch.setattr(loading, "_loaded", lose)
+        run._lasting(lambda: run.replan(plan_of(after)))
+        given += [result.step for result in run.steps(batches[2:])]
+    assert given == [0, 1, 2, 3]
+    assert {loss.lane for loss in run.losses} == lost
 
 
 REPLICAS = Case(

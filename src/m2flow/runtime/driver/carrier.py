@@ -21,6 +21,7 @@ from ray import cloudpickle
 from m2flow.engine.messages import (
     LAUNCHER,
     AbortCall,
+    CallAborted,
     CallFailed,
     CallFinished,
     Command,
@@ -126,7 +127,7 @@ class RayCarrier:
         self.pool, self.graphs, self.plan, self._plans = pool, graphs, plan, plans
         self._sources: dict[tuple[str, int], dict[int, Batch]] = {}
         self._released: dict[int, list[Release]] = {lane.id: [] for lane in pool.lanes}
-        self._gang_calls: set[int] = set()
+        self._gang_calls: dict[int, set[int]] = {}  # the lanes of each that are at it
         self._keeping: KeepRollouts | None = None
         self.mender: Healing | None = None
         self._collective = {name for name, worker in workers.items() if worker.collective}
@@ -169,7 +170,7 @@ class RayCarrier:
             case RunCall(node=index, lanes=lanes):
                 node = self.graphs[flow].nodes[index]
                 if len(lanes) > 1:
-                    self._gang_calls.add(command.call)
+                    self._gang_calls[command.call] = set(lanes)
                 for lane in lanes:
                     sources = self._held_here(flow, command, lane)
                     in_pieces = command.fused or self._wanted_early(flow, node, lane)
@@ -179,7 +180,7 @@ class RayCarrier:
                     self._send(lane, flow, command, sources=self._held_here(flow, command, lane))
             case RunFinish(lanes=lanes):
                 if len(lanes) > 1:
-                    self._gang_calls.add(command.call)
+                    self._gang_calls[command.call] = set(lanes)
                 for lane in lanes:
                     self._send(lane, flow, command)
             case AbortCall(lanes=lanes):
@@ -233,8 +234,6 @@ class RayCarrier:
     def wait(self, seconds: float) -> list[Report]:
         """Reports of the lanes that have answered; waits for the first one, but no longer."""
         reports = self._taken(self.pool.receive(seconds))
-        if self.mender is not None and self.mender.busy:
-            return first_cause_first(reports + self.mender.news())
         if any(self._may_be_an_echo(report) for report in reports):
             deadline = time.monotonic() + PEER_SECONDS
             if self._misses_a_peer_elsewhere(reports):
@@ -243,8 +242,9 @@ class RayCarrier:
                 if any(isinstance(report.event, LaneLost) for report in reports):
                     break
                 reports += self._taken(self.pool.receive(left))
-            reports = first_cause_first(reports)
-        return reports
+        if self.mender is not None and self.mender.busy:
+            reports += self.mender.news()
+        return first_cause_first(reports)
 
     def _taken(self, said: Sequence[tuple[int, FromLane]]) -> list[Report]:
         """The reports among what lanes have said; where weights were laid out is noted."""
@@ -260,9 +260,17 @@ class RayCarrier:
                 for report in message.reports:
                     if isinstance(report.event, CallFinished):
                         self.publisher.finished(report.event.call)
-                        self._gang_calls.discard(report.event.call)
+                    if isinstance(report.event, CallFinished | CallAborted):
+                        self._has_left_gang(report.event.call, lane)
                 reports += self._as_heard(lane, message.reports)
         return reports
+
+    def _has_left_gang(self, call: int, lane: int) -> None:
+        """A lane has done its part of a call, or withdrawn from it."""
+        at_it = self._gang_calls.get(call, set())
+        at_it.discard(lane)
+        if not at_it:
+            self._gang_calls.pop(call, None)
 
     def _lane_ended(self, lane: int, reason: str) -> list[Report]:
         self.pool.exchange.forget(lane)
@@ -287,11 +295,16 @@ class RayCarrier:
         return heard
 
     def _may_be_an_echo(self, report: Report) -> bool:
-        """Whether a call has failed as it does when another lane has failed, or is gone."""
+        """Whether a call has failed as it does when another lane has failed, or is gone.
+
+        While a lane is on its way back it is missed, and the engine knows of it.
+        """
         event = report.event
         if not isinstance(event, CallFailed):
             return False
-        return isinstance(event.error, PeerLost) or event.call in self._gang_calls
+        if isinstance(event.error, PeerLost):
+            return self.mender is None or not self.mender.busy
+        return event.call in self._gang_calls
 
     def _misses_a_peer_elsewhere(self, reports: Sequence[Report]) -> bool:
         """Whether a peer is missed, which may be on another machine."""

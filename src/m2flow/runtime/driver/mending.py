@@ -131,6 +131,11 @@ class Mender:
         """Whether a lane is on its way back."""
         return bool(self._coming)
 
+    def has_all(self, lanes: Iterable[int]) -> bool:
+        """Whether all of these are on their way back; who waited for a lane may have kept its end
+        to themselves."""
+        return self._coming.keys() >= set(lanes)
+
     # --- lanes that are lost ----------------------------------------------------------------------
 
     def ended(self, lane: int, reason: str) -> LaneLost | None:

@@ -203,10 +203,11 @@ class FlowThatRecovers(FlowOnLanes):
     def _comes_back(self, error: RunFailed) -> bool:
         """Whether what failed beside the steps may be done again, once the lanes that were lost are
         back; nobody else has anything to do with it."""
-        if self._mender is None or self._pool is None or not self._pool.lost or cannot_heal(error):
+        mender, pool = self._mender, self._pool
+        if mender is None or pool is None or not pool.lost or cannot_heal(error):
             return False
         self._active.advance()
-        return self._mender.busy and not self._active.engine.failed
+        return mender.busy and mender.has_all(pool.lost) and not self._active.engine.failed
 
     def _goes_back(self, error: RunFailed) -> bool:
         """Whether the run may go back to its last snapshot: lanes were lost, and not all that they
@@ -276,7 +277,8 @@ class FlowThatRecovers(FlowOnLanes):
         assert pool is not None
         between = step.unlearnt and step.first_open[0] == recovery.given and self._can_discard
         savers = self._savers(without={*pool.lost, *busy})
-        if not (recovery.is_behind and between and savers and all(savers.values())):
+        there = self._stands and bool(savers) and all(savers.values())
+        if not (recovery.is_behind and between and there):
             return
         lanes = {lane for gang in savers.values() for lane in gang}
         seconds = min(QUIET_SECONDS, recovery.seconds_since)

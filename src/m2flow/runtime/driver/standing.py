@@ -95,6 +95,7 @@ class FlowOnLanes:
 
     def _take_up(self, plans: Plans, carrier: Any, next_steps: Mapping[str, int]) -> None:
         self.plan, self._plans, self._carrier = plans.by_method[STEP], plans, carrier
+        self._stands = True
         self._placements = plans.everything.placements
         self._state_bytes = {w: spot.state_bytes for w, spot in self._placements.items()}
         self._residency = Residency(plans.everything)
@@ -228,6 +229,7 @@ class FlowOnLanes:
                 )
         fetches = self._saved(moved)
         next_steps = {name: runner.next_step for name, runner in self._runners.items()}
+        self._stands = False
         carrier = RayCarrier(
             self._pool,
             self._methods.graphs,
