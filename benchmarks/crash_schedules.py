@@ -53,8 +53,13 @@ class Played:
         self.schedules += 1
         self.steps += case.num_steps
         for number in range(1, EACH):
-            schedule = CrashSchedule(case, SCHEDULES[number % len(SCHEDULES)], first + number)
-            reason = schedule.run()
+            faults = SCHEDULES[number % len(SCHEDULES)]
+            schedule = CrashSchedule(case, faults, first + number)
+            try:
+                reason = schedule.run()
+            except Exception as error:
+                error.add_note(f"under {faults}, seed {first + number}")
+                raise
             self.schedules += 1
             self.steps += schedule.steps
             self.events += schedule.world.events

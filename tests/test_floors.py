@@ -29,7 +29,7 @@ PACKAGE = PROJECT / "src" / "m2flow"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = {
-    **dict.fromkeys(("errors", "user_code", "flow", "engine", "algorithms"), 0),
+    **dict.fromkeys(("errors", "signals", "user_code", "flow", "engine", "algorithms"), 0),
     "simulation": 1,
     "plan": 2,
     "runtime": 3,
@@ -40,7 +40,7 @@ FLOORS = {
     # The front door: what `import m2flow` and `python -m m2flow` show may come from any floor.
     **dict.fromkeys(("__init__", "__main__"), 7),
 }
-STDLIB_ONLY = ("errors", "flow", "engine", "simulation")
+STDLIB_ONLY = ("errors", "signals", "flow", "engine", "simulation")
 CONTROL_PLANE = (*STDLIB_ONLY, "plan")
 HEAVY = frozenset({"torch", "ray", "transformers", "numpy", "math_verify", "reasoning_gym"})
 

@@ -67,7 +67,7 @@ ENDED_BY = {
     "runtime/driver/runner.py: Runner._take_result": DONE,
     "runtime/driver/snapshots.py: SnapshotOnItsWay._fetched": DONE,
     "runtime/driver/template.py: LaneTemplate.close": KILLED,
-    "runtime/lane/ask_template.py: main": "the template: its end, or its fork",
+    "runtime/lane/ask_template.py: main": "the socket, by its timeout of ANSWER_SECONDS",
     "runtime/lane/journal.py: JournalWriter._run": THREAD,
     "runtime/lane/shared.py: SharedProcess.serve": DONE,
     "runtime/lane/template.py: main": OWNER,

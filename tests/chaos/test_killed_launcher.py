@@ -1,4 +1,4 @@
-"""Whole commands whose launcher is killed in the middle of a step, under other workloads.
+"""Whole commands whose launcher, or a lane that may not come back, is killed within a step.
 
 They go on with `--resume`: steps whose rollouts are there are not made again, every step and every
 episode is there once, and figures and weights are those of a run that nobody disturbed.
@@ -6,15 +6,18 @@ episode is there once, and figures and weights are those of a run that nobody di
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from m2flow.observe.run_directory import read_metrics
-from tests.chaos.disturbed import Strike
+from tests.chaos.disturbed import DISTURBED, Strike
 from tests.chaos.test_seeded_runs import (
     EPISODES,
+    QUIET_SECONDS,
     RECIPES,
     SHORT_STEPS,
     Drawn,
@@ -55,6 +58,27 @@ def test_what_was_rolled_out_is_not_rolled_out_again(
     recalled = {row["step"]: row.get("rollouts/recalled") for row in read_metrics(run)}
     assert recalled[4] == SAMPLES[workload]
     assert recalled[8] is None
+
+
+def test_a_lane_that_may_not_come_back_ends_the_run_and_a_resume_gives_what_it_would_have(
+    straight: Callable[[str], Path],
+    started: list[Started],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(RECIPES["native"][0])
+    strike = json.dumps(asdict(Strike("lane", "training", step=8)))
+    words = (*RECIPES["native"][1:], "mode=disaggregated", "lanes=cpu:2", "lane_restarts=0")
+    started.append(Started(Path("tiny.yaml"), *words, program=(DISTURBED, strike)))
+    code, errors = ended_with(started[-1])
+    assert code == 1, errors
+    assert "was lost: " in errors
+    started[-1].wait_until_quiet(QUIET_SECONDS)
+    started.append(Started(Path("tiny.yaml"), *words, "--resume"))
+    code, errors = ended_with(started[-1])
+    assert code == 0, errors
+    ends_like(Path("run"), straight("native"), "native")
 
 
 def test_with_generation_a_step_ahead(

@@ -415,6 +415,24 @@ def test_a_snapshot_is_taken_while_the_result_of_its_step_is_looked_at(
     assert loss.steps == 0
 
 
+def test_a_snapshot_is_taken_after_so_many_steps_at_the_latest(
+    pool: LanePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    begin = Recovery.begin
+
+    def noted(self: Recovery, step: int) -> None:
+        begun.append(step)
+        begin(self, step)
+
+    monkeypatch.setattr(Recovery, "begin", noted)
+    for name in ("SHARE", "BUSY"):
+        monkeypatch.setattr(recovery, name, 1e-9)  # it would never be worth its time again
+    with start(APART, Death(), pool, snapshot_every=2) as run:
+        assert len(list(run.steps(prompts(step) for step in range(STEPS)))) == STEPS
+    assert begun == [1, 3], "nothing was known of what the first one takes"
+
+
 @pytest.mark.timeout(60)
 def test_whoever_asks_a_worker_waits_for_no_snapshot_behind_results_still_to_be_taken(
     pool: LanePool, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ from m2flow.observe.ending import ending_of
 from m2flow.observe.jsonl import read_rows
 from m2flow.observe.run_directory import read_metrics
 from m2flow.runtime.transport.listening import SILENT_SECONDS
+from m2flow.workloads.common.reading import read_recipe
 from tests.chaos import cut_network
 from tests.chaos.disturbed import DISTURBED, PHASES, Strike
 from tests.chaos.small_disk import small_disk
@@ -65,7 +66,9 @@ VICTIMS = tuple(PHASES_OF)
 WORKLOADS = ("native", "agentic", "embodied")
 """What lanes and launchers that are hit carry out, in turn."""
 
-SEEDS = range(30)
+SEEDS = range(56)
+"""So many that every victim is hit in each of its phases."""
+
 DRAWS = 4
 """So often a seed may draw until somebody is hit."""
 
@@ -190,7 +193,9 @@ def test_the_seeds_draw_everybody_in_every_phase() -> None:
     assert {one.journal for one in drawn} == {True, False}
     for victim in ("lane", "launcher"):
         assert {one.workload for one in drawn if one.victim == victim} == set(WORKLOADS)
-    assert len({(one.victim, one.strike.phase) for one in drawn}) >= 25
+    assert {(one.victim, one.strike.phase) for one in drawn} == {
+        (victim, phase) for victim, phases in PHASES_OF.items() for phase in phases
+    }
     assert draw(7) == draw(7)
 
 
@@ -376,11 +381,16 @@ def check_account(folder: Path, victim: str) -> None:
 
 
 def every_episode_counts_once(run: Path) -> None:
-    """In steps of which each is there once, also those in which episodes were lost."""
+    """In steps of which each is there once, also those in which episodes were lost: every turn of
+    an episode that was finished is learnt from once in each pass."""
+    passes = read_recipe(run / "config.yaml").update.epochs
     rows = [row for row in read_metrics(run) if row["step"]]
     assert [row["step"] for row in rows] == list(range(1, SHORT_STEPS + 1))
     assert all(row["episodes/finished"] + row["episodes/failed"] == EPISODES for row in rows)
-    assert all(0 < row["environment_steps"] <= EPISODES * HORIZON for row in rows)
+    for row in rows:
+        turns = round(row["episodes/finished"] * row["episodes/length"])
+        assert 0 < turns == row["environment_steps"] <= EPISODES * HORIZON
+        assert row["train/turns"] == passes * turns
 
 
 def ended_with(run: Started) -> tuple[int, str]:

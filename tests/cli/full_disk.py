@@ -25,6 +25,7 @@ from m2flow.models import causal_lm  # noqa: F401 - imported once, for all child
 from m2flow.observe.ending import ending_of
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.runtime.lane.journal import JournalWriter
+from m2flow.training.checkpoint import resume_point, step_of
 from m2flow.workloads.common import run as training
 from m2flow.workloads.reasoning import experiment, workers  # noqa: F401
 
@@ -124,7 +125,9 @@ def run_on_full_disk(moment: str, disk: Path) -> dict[str, object]:
     left = sorted(str(path.relative_to(disk)) for path in disk.rglob(".*"))
     resumable = any((disk / "run").glob("*.jsonl")) or (disk / "run" / "config.yaml").exists()
     words = ["--run-dir", str(disk / "run"), *(["--resume"] if resumable else [])]
+    kept = resume_point(disk / "run" / "checkpoints")
     told = {"code": code, "err": errors.read_text(), "left": left, "account": account}
+    told["kept"] = 0 if kept is None else step_of(kept)
     return told | {"resumed": train(*words)}
 
 

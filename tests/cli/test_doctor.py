@@ -100,6 +100,26 @@ def test_one_core_is_worth_a_warning(tmp_path: Path) -> None:
             3,
             4,
         ),
+        (
+            "0::/job",
+            {
+                "job/memory.max": str(4 * GIB),
+                "job/memory.current": str(3 * GIB),
+                "job/memory.stat": f"anon {GIB}\nfile {2 * GIB}\ninactive_file {2 * GIB}\n",
+            },
+            3,
+            4,
+        ),
+        (
+            "4:memory:/job",
+            {
+                "memory/job/memory.limit_in_bytes": str(4 * GIB),
+                "memory/job/memory.usage_in_bytes": str(3 * GIB),
+                "memory/job/memory.stat": f"cache {2 * GIB}\ntotal_inactive_file {GIB}\n",
+            },
+            2,
+            4,
+        ),
     ],
 )
 def test_memory_is_the_least_of_machine_and_cgroup(

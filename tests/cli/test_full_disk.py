@@ -34,6 +34,9 @@ MOMENTS = {
 }
 """By moment at which the disk is full, see `full_disk`, what the line names."""
 
+KEPT = {"metrics": 2, "torn row": 2, "checkpoint": 2, "half a checkpoint": 2, "lanes": 2}
+"""By moment the step of the checkpoint that was saved before."""
+
 
 @pytest.fixture(scope="module")
 def straight(finished: Path, tmp_path_factory: pytest.TempPathFactory, m2flow: M2flow) -> Path:
@@ -68,6 +71,7 @@ def test_a_run_on_a_full_disk(full: Path, straight: Path, moment: str) -> None:
     assert "/disk/run" in said["err"]
     assert "go on with --resume" in said["err"]
     assert said["left"] == [], "what was half written takes no room"
+    assert said["kept"] == KEPT.get(moment, 0), "the newest checkpoint that is whole"
     assert said["resumed"] == 0
     if moment != "run directory":
         happened, *then = said["account"]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from m2flow.errors import UserError
 from m2flow.flow import Batch
-from m2flow.observe.run_directory import RunDirectory, merge_steps
+from m2flow.observe.run_directory import RunDirectory, held, merge_steps
 from m2flow.runtime.driver.run import Run
 from m2flow.workloads.common.run import Training
 
@@ -356,6 +358,26 @@ def test_all_steps_are_done(run: Path, refused: Refused) -> None:
     line = resume(refused)
     assert "steps: the run has taken 3 steps already (got 3)" in line
     assert "m2flow report run" in line
+
+
+def test_a_run_that_is_at_work_is_not_gone_on_with(
+    tiny: Path, m2flow: M2flow, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would write its rows and checkpoints."""
+    found: list[bool] = []
+    append = RunDirectory.append_metrics
+
+    def asking(self: RunDirectory, step: int, metrics: Any) -> None:
+        with suppress(UserError), held(self.path, 0.0):
+            found.append(True)
+        append(self, step, metrics)
+
+    monkeypatch.setattr(RunDirectory, "append_metrics", asking)
+    assert m2flow("train", tiny, "steps=2", "--run-dir", "run").code == 0
+    assert m2flow("train", tiny, "steps=3", "--run-dir", "run", "--resume").code == 0
+    assert found == []
+    with held(Path("run")):
+        assert "--run-dir: another process trains there" in resume(refused, "steps=4")
 
 
 def test_a_run_without_its_configuration(run: Path, refused: Refused) -> None:

@@ -124,16 +124,22 @@ class Started:
         _, errors = self.process.communicate(timeout=60)
         return self.process.returncode, errors
 
+    def processes(self) -> dict[int, str]:
+        """All processes that the run has started, and itself: number to command line."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if self.mark.encode() in (process / "environ").read_bytes():
+                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found[int(process.name)] = command
+        return found
+
     def left_behind(self) -> list[str]:
         """Processes that the run has started, its files and its shared memory."""
         found = [str(path) for path in self.temporary.iterdir()]
         own = tuple(f"{pool}-" for pool in self.pools)
         found += [str(path) for path in Path("/dev/shm").iterdir() if path.name.startswith(own)]
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if self.mark.encode() in (process / "environ").read_bytes():
-                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        return found
+        return found + list(self.processes().values())
 
     def wait_until_quiet(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -187,16 +193,37 @@ def test_what_a_run_leaves_is_seen(tiny: Path) -> None:
 LANES = ["mode=collocated", "lanes=cpu:2", f"steps={STEPS}", "checkpoint.every=1000"]
 
 
+def tell_its_group(run: Started, number: int) -> None:
+    os.killpg(run.process.pid, number)
+
+
+def tell_all_of_its_job(run: Started, number: int) -> None:
+    for process in run.processes():
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
 @pytest.mark.parametrize(
-    ("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGHUP, True)], ids=["TERM", "HUP"]
+    ("number", "tell"),
+    [
+        (signal.SIGTERM, lambda run, number: run.process.send_signal(number)),
+        (signal.SIGTERM, tell_all_of_its_job),
+        (signal.SIGHUP, tell_its_group),
+    ],
+    ids=["TERM", "TERM-job", "HUP"],
 )
 def test_a_signal_ends_a_run_on_lanes_after_the_step_at_hand(
-    started: Callable[..., Started], tiny: Path, m2flow: M2flow, number: int, to_all: bool
+    started: Callable[..., Started],
+    tiny: Path,
+    m2flow: M2flow,
+    number: int,
+    tell: Callable[[Started, int], None],
 ) -> None:
-    """A scheduler tells the launcher; a terminal tells all processes that stem from it."""
+    """A person tells the launcher; a terminal tells all processes of its group, and a scheduler all
+    of a job: Ray's, lanes, and what they have begun."""
     run = started(*LANES)
     run.wait_for(lambda: steps_done() >= 2)
-    (os.killpg if to_all else os.kill)(run.process.pid, number)
+    tell(run, number)
     code, errors = run.ended()
     assert code == 128 + number, errors
     first, *rest = errors.strip().splitlines()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import yaml
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 from m2flow.errors import CannotWrite, UserError
 from m2flow.observe import run_directory
 from m2flow.observe.jsonl import append_rows, cut_after_step, encode, json_safe, read_rows
-from m2flow.observe.run_directory import RunDirectory, first_and_last, read_metrics
+from m2flow.observe.run_directory import RunDirectory, first_and_last, held, read_metrics
 
 
 def test_default_name_is_recipe_and_time_and_never_taken_twice(
@@ -224,3 +227,32 @@ def test_cutting_removes_a_torn_line_that_is_longer_than_a_block(tmp_path: Path)
     path.write_bytes(first + encode({"step": 2, "text": "y" * 200_000})[:-5])
     assert cut_after_step(path, 2) == 1
     assert path.read_bytes() == first
+
+
+def test_one_process_alone_writes_a_run(tmp_path: Path) -> None:
+    refused = pytest.raises(UserError, match="another process trains there")
+    with held(tmp_path), refused, held(tmp_path, 0.0):
+        pass
+    with held(tmp_path, 0.0):
+        pass
+
+
+def test_who_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+    """What a killed launcher has begun may have the lock a little longer."""
+    first = ExitStack()
+    first.enter_context(held(tmp_path))
+    ending = Timer(0.3, first.close)
+    ending.start()
+    with held(tmp_path):
+        ending.join()
+
+
+def test_a_file_system_without_locks_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EBADF, "as NFS says of a folder")
+
+    monkeypatch.setattr(run_directory.fcntl, "flock", refuse)
+    with held(tmp_path, 0.0), held(tmp_path, 0.0):
+        pass

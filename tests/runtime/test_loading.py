@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, UserError
 from m2flow.runtime.driver import loading
 from m2flow.runtime.lane.orders import FromLane, LaneEnded, Loaded, Loading
 
@@ -93,3 +94,22 @@ def test_a_lane_that_is_lost_while_it_loads_is_the_cause(clock: list[float]) -> 
     pool: Any = PlayedPool(clock, (1.0, 0, LaneEnded("killed by the kernel")))
     with pytest.raises(RunFailed, match="lane 0 was lost while it loaded: killed by the kernel"):
         loading._loaded(pool, NUMBER, 100.0)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "8.8.8.8"])
+def test_machines_that_meet_in_public_are_refused(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("M2FLOW_PRIVATE_NETWORK", raising=False)
+    at = SimpleNamespace(host=host, meeting_port=7)
+    pool: Any = SimpleNamespace(
+        lanes=(LaneSpec(0), LaneSpec(1)), world=(), num_worlds=0, addresses={0: at, 1: at},
+        positions=tuple, all_positions=(0, 1),
+    )  # fmt: skip
+    plan: Any = SimpleNamespace(deadline_seconds=1.0)
+    order: Any = SimpleNamespace(lane_sets={(0, 1)}, number=NUMBER)
+    if host.startswith("10."):
+        assert loading._rendezvous(pool, plan, order).store == (host, 7)
+        return
+    with pytest.raises(UserError, match="M2FLOW_PRIVATE_NETWORK"):
+        loading._rendezvous(pool, plan, order)

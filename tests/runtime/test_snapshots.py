@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -237,3 +238,22 @@ def test_a_snapshot_that_does_not_come_says_why(why: str) -> None:
     with pytest.raises(kind):
         snapshot.states()
     assert pool.sent, "lanes let go of it all the same"
+
+
+@pytest.mark.parametrize(
+    ("unsaved", "num_bytes", "heals", "words"),
+    [
+        (["critic"], 0, True, r"\(critic does not say how its state is saved"),
+        ([], 9 << 30, True, r"\(no snapshot of its 9\.66 GB fits into host memory\)"),
+        ([], 9 << 30, False, None),
+        ([], 1 << 10, True, None),
+    ],
+)
+def test_a_run_that_could_heal_and_takes_no_snapshots_says_so(
+    unsaved: list[str], num_bytes: int, heals: bool, words: str | None
+) -> None:
+    books = Recovery(0, unsaved, num_bytes, 10**9, heals)
+    assert books.warning is None if words is None else re.search(words, books.warning or "")
+    books.give_up()
+    books.give_up("the last one has failed: no space left")
+    assert (books.warning is not None) is heals

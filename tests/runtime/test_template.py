@@ -9,10 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import psutil
@@ -247,3 +249,44 @@ def test_the_kernel_says_which_user_has_come(template: LaneTemplate, tmp_path: P
             line.sendall(wanted)
             assert line.recv(1) == b""
     assert psutil.Process(template.process_id).children() == []
+
+
+def test_who_says_a_byte_at_a_time_holds_up_the_others_for_no_more_than_the_limit(
+    template: LaneTemplate, tmp_path: Path
+) -> None:
+    """Each byte began the time anew, so that a lane waited for as long as bytes came."""
+    name = shlex.split(template.command)[-1]
+    over = Event()
+
+    def drip() -> None:
+        with socket.socket(socket.AF_UNIX) as line, suppress(OSError):
+            line.connect(f"\0{name}")
+            line.sendall((1 << 40).to_bytes(8, "big"))
+            while not over.wait(0.2):
+                line.sendall(b"[")
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(drip)
+        try:
+            assert run(template, tmp_path)["parent"] == template.process_id
+        finally:
+            over.set()
+
+
+@pytest.mark.timeout(60)
+def test_a_template_that_does_not_answer_is_done_without(tmp_path: Path) -> None:
+    name = f"m2flow-{tmp_path.name}-{os.getpid()}"
+    program = "import ask_template; ask_template.ANSWER_SECONDS = 0.2; ask_template.main()"
+    (tmp_path / "asking.py").write_text(f"import sys; sys.path.insert(0, {str(LANE)!r}); {program}")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        asking = shlex.join([sys.executable, "-I", "-S", str(tmp_path / "asking.py"), name])
+
+        def keep_silent() -> None:
+            with listener.accept()[0]:  # it holds the files of who has come
+                time.sleep(2)
+
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(keep_silent)
+            assert started(asking, tmp_path)["parent"] == os.getpid()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.training import supervised
-from m2flow.training.optimizer import AdamWConfig
+from m2flow.training.optimizer import AdamWConfig, NotFinite
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.schedule import Schedule
 from m2flow.training.supervised import _batches, train_supervised
@@ -84,6 +84,14 @@ def test_batches_use_every_row_equally() -> None:
     drawn = torch.cat([next(batches) for _ in range(5)])
     assert drawn.bincount().tolist() == [3] * 5
     assert sorted(drawn[:5].tolist()) == list(range(5))
+
+
+def test_a_warm_up_of_what_is_no_number_ends(make_model: MakeModel) -> None:
+    model = make_model(torch.float32)
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    with pytest.raises(NotFinite, match="no step was taken"):
+        train_supervised(model, PAIRS, steps=2, batch_size=4)
 
 
 def test_nothing_to_learn_from_is_refused(make_model: MakeModel) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from m2flow.errors import UserError
 from m2flow.observe.formatting import number, percent, seconds
+from m2flow.observe.jsonl import write_atomically
 from m2flow.observe.progress import TrainProgress
 from m2flow.plan.file import to_json
 from m2flow.plan.profile import Profile, Quantiles, StageCost
@@ -56,7 +57,11 @@ def profile(
         console.print(line, soft_wrap=True)
     console.print(origin, soft_wrap=True)
     if out is not None:
-        out.write_text(to_json(found), encoding="utf-8")
+        text = to_json(found)
+        if out.is_file() or not out.exists():
+            write_atomically(out, text.encode())
+        else:  # such as /dev/stdout
+            out.write_text(text, encoding="utf-8")
         console.print(f"written to {out}", soft_wrap=True)
 
 

@@ -23,6 +23,7 @@ from m2flow.environments.memory import ObservationMemory
 from m2flow.environments.registry import make_environment
 from m2flow.environments.slots import Slots
 from m2flow.errors import M2FlowError, RunFailed
+from m2flow.signals import leave_the_end_to_the_parent
 
 
 class _Child:
@@ -73,6 +74,7 @@ class _Child:
 
 def main(descriptor: int) -> None:
     """Serve the connection of that descriptor; the process ends with its parent."""
+    leave_the_end_to_the_parent()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # simulators talk; the log has it all
     _Child(Connection(descriptor)).run()

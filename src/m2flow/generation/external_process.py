@@ -30,6 +30,8 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+from m2flow.signals import leave_the_end_to_the_parent
+
 Orders = SimpleQueue[tuple[Any, ...]]
 
 WORKING_SECONDS = 1.0
@@ -38,6 +40,7 @@ WORKING_SECONDS = 1.0
 
 def main(package: str, descriptor: int, folders: Sequence[str]) -> None:
     """Serve until the owner is gone; then remove the folders."""
+    leave_the_end_to_the_parent()
     connection, orders = Connection(descriptor), Orders()
     listener = threading.Thread(target=_listen, args=(connection, orders, folders), daemon=True)
     listener.start()

@@ -8,11 +8,14 @@ inside.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import shutil
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,6 +36,9 @@ from m2flow.observe.jsonl import (
 
 MARKS = ("run.json", "config.yaml", "metrics.jsonl", "samples.jsonl", "plan.json", "checkpoints")
 """A directory that holds any of these holds a run."""
+
+HELD_SECONDS = 5.0
+"""How long processes that a killed launcher has begun may outlive it."""
 
 
 class RunDirectory:
@@ -259,6 +265,47 @@ def read_document(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise UserError("holds no object", key=str(path), expected="keys and values")
     return content
+
+
+@contextmanager
+def held(directory: Path, seconds: float = HELD_SECONDS) -> Iterator[None]:
+    """Be the only process that writes a run.
+
+    The system's lock on the directory goes with the process that has it, however that ends. A file
+    system that has no such locks is done without.
+
+    Args:
+        directory: of the run.
+        seconds: longest to wait for another process to end.
+
+    Raises:
+        UserError: another process trains there.
+    """
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + seconds
+        while _is_held_elsewhere(lock):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    "another process trains there",
+                    key="--run-dir",
+                    value=str(directory),
+                    hint="wait for its end, or end it",
+                )
+            time.sleep(0.1)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _is_held_elsewhere(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _new_directory(parent: Path, recipe_name: str, now: float | None) -> Path:

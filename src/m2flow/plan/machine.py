@@ -19,9 +19,10 @@ DRIVER_SECONDS = 60.0
 """Longest that a driver may take to answer: one that is stuck never does."""
 
 MEMORY_FILES = (
-    ("memory.max", "memory.current"),  # version 2 of control groups
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
+    ("memory.max", "memory.current", "inactive_file"),  # version 2 of control groups
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
 )
+"""Files of the limit and of what is used, and what of that the kernel would give back."""
 
 
 def cgroup_folders(controller: str, proc: Path, cgroup: Path) -> Iterator[Path]:
@@ -65,11 +66,12 @@ def usable_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> tuple[int, int]:
         raise OSError(f"{proc / 'meminfo'} does not say how much memory there is")
     total, available = (int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     for folder in cgroup_folders("memory", proc, cgroup):
-        for limit_name, usage_name in MEMORY_FILES:
+        for limit_name, usage_name, given_back in MEMORY_FILES:
             limit, usage = read_text(folder / limit_name), read_text(folder / usage_name)
             if limit.isdigit() and int(limit) < total:  # no limit: `max`, or more than there is
                 total = int(limit)
-                available = min(available, total - int(usage or 0))
+                said = dict(row.split() for row in read_text(folder / "memory.stat").splitlines())
+                available = min(available, total - int(usage or 0) + int(said.get(given_back, 0)))
     return max(available, 0), total
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from m2flow.errors import RunFailed
 from m2flow.rewards.number import MAX_ANSWER_CHARS, tidy, unwrapped
+from m2flow.signals import leave_the_end_to_the_parent
 
 SECONDS = 3
 """Longest that a process may parse an expression, or compare two; most take 1 to 100 ms."""
@@ -143,6 +144,7 @@ atexit.register(_processes.close)
 
 def serve(descriptor: int) -> None:
     """Answer the pairs that come over a connection until it ends."""
+    leave_the_end_to_the_parent()
     line = Connection(descriptor)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     compare("x^2-1", "(x-1)(x+1)")  # the parser learns its tables

@@ -180,6 +180,16 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
         load_pi0(tmp_path, FlowOptions(action_size=3), torch.float32)
 
 
+def test_weights_in_a_pickle_are_not_read(tmp_path: Path) -> None:
+    model = policy()
+    model.model.save_pretrained(tmp_path)
+    model.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"convert pytorch_model\.bin to safetensors"):
+        load_pi0(tmp_path, FlowOptions(action_size=3, cameras=CAMERAS), torch.float32)
+
+
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(UserError, match="sde or network"):
         policy("ode")

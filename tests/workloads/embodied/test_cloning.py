@@ -14,6 +14,7 @@ from m2flow.algorithms.sampling import derive_seed
 from m2flow.environments.demonstrations import read_demonstrations, record_demonstrations
 from m2flow.environments.registry import make_environment
 from m2flow.errors import UserError
+from m2flow.training.optimizer import NotFinite
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.cloning import clone, demonstrations
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment, spec_of
@@ -75,6 +76,19 @@ def test_a_cloned_policy_does_as_it_was_shown(tmp_path: Path) -> None:
     ours, theirs = (one.flow().learner.source.make() for one in (experiment, again))
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, other)
+
+
+def test_a_warm_up_of_what_is_no_number_ends_and_changes_nothing() -> None:
+    own = recipe(warmup={"steps": 2, "episodes": 2})
+    policy = EmbodiedExperiment(own).flow().learner.source.make()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.fill_(float("inf"))
+    before = {name: tensor.clone() for name, tensor in policy.named_parameters()}
+    with pytest.raises(NotFinite, match="no step was taken: step 1 of the warm-up"):
+        clone(policy, own, spec_of(own))
+    for name, tensor in policy.named_parameters():
+        assert torch.equal(tensor, before[name])
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from m2flow.errors import UserError
-from m2flow.models.folder import checked_folder, from_folder, read_json
+from m2flow.models.folder import checked_folder, from_folder, read_json, weight_files
 from m2flow.models.policies.distributions import normal_entropy, normal_logprob
 from m2flow.models.policies.protocol import (
     Evaluation,
@@ -339,7 +339,8 @@ def load_pi0(folder: str | Path, options: FlowOptions, dtype: torch.dtype) -> Fl
     if not (path / "tokenizer.json").is_file():
         raise UserError("tokenizer.json is missing", key=str(path), hint="PaliGemma's is meant")
     options = _with_scales(path, options)
-    model = from_folder(_pi0_class(), path, dtype=dtype)
+    weight_files(path)  # refuses where they are not in safetensors
+    model = from_folder(_pi0_class(), path, dtype=dtype, use_safetensors=True)
     return FlowMatchingPolicy(model, Tokenizer.from_file(str(path / "tokenizer.json")), options)
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +100,10 @@ class RayCluster:
                 settings["_temp_dir"] = str(self._folder)
             private = nullcontext() if address is None else _private_settings()
             try:
-                with terminal_is_not_heard(), private:
+                with signals_are_not_heard(), private:
                     ray.init(address=address, logging_level=logging.ERROR, **settings)
             except Exception as error:  # noqa: BLE001 - Ray has no type for it
-                ray.shutdown()
+                _shut_down()
                 self._remove_files()
                 if tries == 2:
                     self.sweeper.close()
@@ -122,10 +122,8 @@ class RayCluster:
 
     def close(self) -> None:
         """Disconnect; a cluster that was started here is ended and its files removed."""
-        import ray
-
         if self._ours:
-            ray.shutdown()
+            _shut_down()
             self._ours = False
         self._remove_files()
         self.sweeper.close()
@@ -137,13 +135,14 @@ class RayCluster:
 
 
 @contextmanager
-def terminal_is_not_heard() -> Iterator[None]:
-    """Have processes that are started within not hear of the terminal: the launcher ends them.
+def signals_are_not_heard() -> Iterator[None]:
+    """Have processes that are started within not hear what the launcher hears: it ends them.
 
-    A terminal tells all of its processes at once that the user interrupts, or has gone; Ray's would
-    be gone before the step at hand is.
+    A terminal tells all of its processes at once that the user interrupts, or has gone, and a
+    scheduler all of a job's that its time is over; Ray's would be gone before the step at hand is.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
+    signals = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
@@ -167,6 +166,29 @@ def _private_settings() -> Iterator[None]:
         yield
     finally:
         constants.ENABLE_RAY_CLUSTER, constants.SETUP_WORKER_FILENAME = before
+
+
+def _shut_down() -> None:
+    """Disconnect, and end the cluster if it was started here.
+
+    Ray would wait for each process that hears no SIGTERM, so it is to kill them at once. What the
+    raylet has begun is killed afterwards, as it would have done in the end.
+    """
+    import psutil
+    import ray
+    from ray._private import worker
+
+    begun: list[psutil.Process] = []
+    if (node := worker._global_node) is not None:
+        kill = node.kill_all_processes
+        node.kill_all_processes = lambda **_: kill(check_alive=False, allow_graceful=False)
+        for raylet in node.all_processes.get("raylet", ()):
+            with suppress(psutil.NoSuchProcess):
+                begun += psutil.Process(raylet.process.pid).children(recursive=True)
+    ray.shutdown()
+    for process in begun:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _first_line(error: Exception) -> str:

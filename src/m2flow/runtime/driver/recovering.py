@@ -10,11 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import psutil
-
 from m2flow.errors import CannotHeal, PlanError, RunFailed
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
+from m2flow.plan.machine import usable_memory
 from m2flow.runtime.driver.methods import STEP, Methods, Plans
 from m2flow.runtime.driver.recovery import LaneLoss, LaneReturn, Recovery, SavedStates
 from m2flow.runtime.driver.standing import FlowOnLanes
@@ -70,6 +69,7 @@ class FlowThatRecovers(FlowOnLanes):
         )
         self.pilot = pilot
         self._recovery = self._new_recovery(first_step, snapshot_every)
+        self._runners[STEP].note(self._recovery.warning)
         self._pending_snapshot: SnapshotOnItsWay | None = None
         self._again: list[Batch] = []
 
@@ -81,7 +81,7 @@ class FlowThatRecovers(FlowOnLanes):
         num_bytes = sum(
             spot.state_bytes * len(spot.replicas[0]) for name, spot in spots if self._saves(name)
         )
-        free = psutil.virtual_memory().available
+        free, _ = usable_memory()
         heals = self._supervision is not None and self._supervision.heals
         return Recovery(first_step, unsaved, num_bytes, free, heals, snapshot_every)
 
@@ -141,7 +141,8 @@ class FlowThatRecovers(FlowOnLanes):
         except (RunFailed, PeerLost):  # of the lane that was lost its carrier hears
             self._recovery.give_up()
         except (OSError, MemoryError) as error:
-            self._recovery.give_up(f"a snapshot has failed: {error}")
+            self._recovery.give_up(f"the last one has failed: {error}")
+            self._runners[STEP].note(self._recovery.warning)
         else:
             self._recovery.keep(states, coming.seconds)
 

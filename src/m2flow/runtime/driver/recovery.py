@@ -247,6 +247,13 @@ class Recovery:
         self._begun = None
         self._why_not = self._why_not or why_not
 
+    @property
+    def warning(self) -> str | None:
+        """What people should know of a run that could heal, and takes no snapshots."""
+        if self._why_not is None or not self.heals:
+            return None
+        return f"no snapshots: a run that loses what has learnt ends ({self._why_not})"
+
     # --- when lanes are lost ----------------------------------------------------------------------
 
     def back_to(self, error: BaseException) -> SavedStates:

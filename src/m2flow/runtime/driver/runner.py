@@ -214,6 +214,10 @@ class Runner:
                 self.advance()
             yield self._take_result()
 
+    def note(self, what: str | None) -> None:
+        """Have people told with the next result, if there is anything to tell."""
+        self._notes += [what] if what else []
+
     @property
     def busy(self) -> bool:
         """Whether steps are in flight, or results have not been taken."""

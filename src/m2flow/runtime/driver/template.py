@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.runtime.driver.cluster import terminal_is_not_heard
+from m2flow.runtime.driver.cluster import signals_are_not_heard
 
 LANE = Path(__file__).parents[1] / "lane"
 
@@ -47,7 +47,7 @@ class LaneTemplate:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(f"\0{name}")  # it has no file that could be left behind
             listener.listen(128)
-            with terminal_is_not_heard():
+            with signals_are_not_heard():
                 self._process = subprocess.Popen(
                     [sys.executable, str(LANE / "template.py"), str(listener.fileno()), *modules],
                     stdin=subprocess.PIPE,

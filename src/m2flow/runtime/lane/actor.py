@@ -26,6 +26,7 @@ from m2flow.runtime.lane.stacks import STACKS, listen
 from m2flow.runtime.transport.lines import Line, LineClosed, Waiting
 from m2flow.runtime.transport.listening import LOOPBACK, ListenerAddress
 from m2flow.runtime.transport.sweeping import sweep
+from m2flow.signals import leave_the_end_to_the_parent
 
 if TYPE_CHECKING:  # they import torch
     from m2flow.runtime.lane.exchange import Exchange
@@ -94,6 +95,7 @@ class LaneProcess:
         one_node: bool = False,
         beside: dict[int, Exchange] | None = None,
     ) -> None:
+        leave_the_end_to_the_parent()
         self.one_node, self.key, self.link, self.beside = one_node, key, link, beside
         self.folder = Path(folder)
         self.become(lane, position)
@@ -169,6 +171,7 @@ class LaneProcess:
             seconds: longest to wait for the launcher.
         """
         self._bind()
+        leave_the_end_to_the_parent()  # for what this thread begins
         import torch
 
         from m2flow.runtime.lane.context import LaneContext

@@ -13,6 +13,9 @@ import socket
 import struct
 import sys
 
+ANSWER_SECONDS = 60.0
+"""Longest to wait for a fork: the first one waits for the imports."""
+
 
 def user_of(line: socket.socket) -> int:
     """The number of the user at the other end."""
@@ -31,6 +34,7 @@ def main() -> None:
             if user_of(line) != os.getuid():  # it is not to have the environment
                 raise PermissionError
             socket.send_fds(line, [len(wanted).to_bytes(8, "big")], [0, 1, 2])
+            line.settimeout(ANSWER_SECONDS)
             line.sendall(wanted)
             if line.recv(1):
                 return

@@ -23,13 +23,17 @@ import select
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 from m2flow.runtime.lane.ask_template import user_of
 
 ASK_SECONDS = 2.0
-"""Longest that one who has connected may take to say what is wanted."""
+"""Longest that one who has connected may take to say what is wanted, to the last byte."""
+
+ASKED_BYTES = 16 << 20
+"""More than any environment has."""
 
 WITH_RAY = ("m2flow.runtime.lane.actor", "m2flow.runtime.lane.executor")
 """What any lane needs, and Ray with it."""
@@ -76,14 +80,20 @@ def main() -> None:
 
 def _heard(line: socket.socket) -> Script | None:
     """What somebody wants; None if it is another user, or goes without saying."""
+    until = time.monotonic() + ASK_SECONDS
     line.settimeout(ASK_SECONDS)
     if user_of(line) != os.getuid():
         return None
     files: list[int] = []
     try:
-        size, files, _, _ = socket.recv_fds(line, 8, 3)
-        with line.makefile("rb") as stream:
-            said = stream.read(int.from_bytes(size, "big"))
+        head, files, _, _ = socket.recv_fds(line, 8, 3)
+        size, said = int.from_bytes(head, "big"), bytearray()
+        while len(said) < min(size, ASKED_BYTES):
+            line.settimeout(max(0.001, until - time.monotonic()))
+            part = line.recv(min(size - len(said), 1 << 16))
+            if not part:
+                break
+            said += part
         arguments, environment, folder = json.loads(said)
         return Script(arguments, environment, folder, files)
     except (OSError, ValueError):

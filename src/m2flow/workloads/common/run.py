@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from m2flow.observe.jsonl import write_atomically
 from m2flow.observe.machine import describe_machine, package_versions
 from m2flow.observe.metrics_log import MetricsLog
 from m2flow.observe.progress import Progress
-from m2flow.observe.run_directory import RunDirectory, read_metrics
+from m2flow.observe.run_directory import RunDirectory, held, read_metrics
 from m2flow.observe.timeline import Timeline
 from m2flow.plan.file import to_json
 from m2flow.runtime.driver.journal import Journal
@@ -82,6 +82,7 @@ class Training:
         self.first_step = 0 if checkpoint is None else step_of(checkpoint)
         self.timeline = Timeline()
         self._directory: RunDirectory | None = None
+        self._held = ExitStack()
         self._publishing: dict[str, str] = {}
         self._changes = 0
         self._losses = self._returns = 0
@@ -98,6 +99,10 @@ class Training:
             RunFailed: it has failed.
             CannotWrite: there is no room for what it has to write.
         """
+        with self._held:
+            return self._run_to_its_end()
+
+    def _run_to_its_end(self) -> RunDirectory:
         try:
             return self._run()
         except (Stopped, RunFailed) as error:  # a signal to all processes takes lanes with it
@@ -167,6 +172,8 @@ class Training:
         directory = RunDirectory.create(self.run_dir, recipe.name, resume=self.resumed)
         if self.resumed:
             directory.cut_after(self._last_kept_step)
+        else:
+            self._held.enter_context(held(directory.path))
         directory.write_config(recipe.model_dump(mode="json"))
         directory.write_run(
             recipe=recipe.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from m2flow.errors import UserError
 from m2flow.observe.loggers import check_services
 from m2flow.observe.metrics_log import tensorboard
 from m2flow.observe.progress import Progress, TrainProgress
+from m2flow.observe.run_directory import held
 from m2flow.plan import describe_plan, isolated_workers
 from m2flow.plan.choose import choose
 from m2flow.plan.machine import gpu_names
@@ -86,6 +87,7 @@ def train(
     # A picture that is redrawn would paint over the debugger's prompt.
     live = False if mode == "eager" else None
     with (
+        held(directory) if resume and directory else nullcontext(),
         Stopping(recipe.grace_seconds) as stopping,
         progress or TrainProgress(live=live) as progress,
     ):

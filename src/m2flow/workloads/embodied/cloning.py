@@ -17,6 +17,7 @@ from m2flow.environments.registry import make_environment
 from m2flow.environments.spec import EnvironmentSpec
 from m2flow.errors import UserError
 from m2flow.models.policies.protocol import Policy
+from m2flow.training.optimizer import NOT_TAKEN, NotFinite
 from m2flow.user_code import user_function
 from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.embodied.config import EmbodiedRecipe
@@ -73,7 +74,11 @@ def clone(
     spec: EnvironmentSpec,
     progress: RunProgress | None = None,
 ) -> None:
-    """Train a policy to give the actions that were shown, in place; by maximum likelihood."""
+    """Train a policy to give the actions that were shown, in place; by maximum likelihood.
+
+    Raises:
+        NotFinite: the loss or a gradient became NaN or infinite; no step was taken with it.
+    """
     warmup = recipe.warmup
     if progress is not None:
         progress.phase("warm-up", warmup.steps)
@@ -93,7 +98,10 @@ def clone(
         loss = -policy.evaluate(some, tokens[rows]).logprobs.mean()
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
+            why = f"step {step} of the warm-up has loss {loss:g} and gradient norm {norm:g}"
+            raise NotFinite(f"{NOT_TAKEN}: {why}")
         optimizer.step()
         if progress is not None:
             progress.update(step, {"loss": float(loss.detach())})

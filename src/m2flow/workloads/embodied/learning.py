@@ -70,7 +70,7 @@ class PolicyUpdate:
             all_reduce: sums tensors over the lanes; None for one lane.
 
         Returns:
-            Means over the optimizer steps, the same on every lane.
+            Means over the optimizer steps, the same on every lane; `turns` is a sum over them.
         """
         update, version = self.recipe.update, self.optimizer.num_steps
         turns = None if rollouts is None else turns_of(rollouts)
@@ -98,6 +98,7 @@ class PolicyUpdate:
                     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
                 found.append(self.skips.figures(partial(self._step, sums, all_reduce)))
         figures = means_of(found)
+        figures["turns"] = sum(one.get("turns", 0.0) for one in found)
         if algorithm.name == "ppo":
             figures["explained_variance"] = _explained_variance(turns, all_reduce)
         self._see(turns, all_reduce)
@@ -141,7 +142,7 @@ class PolicyUpdate:
         step = self.optimizer.step(sums, SUMS.index("denominator"), all_reduce)
         totals = dict(zip(SUMS, step.sums.tolist(), strict=True))
         count, turns = totals["counted"], totals["turns"]
-        found = {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
+        found = {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate, "turns": turns}
         if not count:
             return found
         found |= {
