@@ -8,6 +8,7 @@ import torch
 
 from m2flow.environments import make_environments
 from m2flow.environments.gymnasium import GymnasiumEnvironment, shrink
+from m2flow.environments.serial import SerialEnvironments
 from m2flow.errors import UserError
 
 gymnasium = pytest.importorskip("gymnasium", reason='needs the extra "embodied"')
@@ -204,6 +205,24 @@ def test_actions_in_whole_numbers_are_the_nearest_ones():
     environment.step(np.array([2.9, -0.9, 0.4], np.float32))
     assert environment._made.action.tolist() == [3, -1, 0]
     assert environment._made.action.dtype == np.int64
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_what_rounding_has_put_out_of_bounds_is_at_the_bound(shape):
+    """Of the space, too: environments assert that an action is in it."""
+    environment = GymnasiumEnvironment.of_class(
+        "mine:Everything", Everything, action=spaces.Box(-2, 2, shape)
+    )
+    host, made = SerialEnvironments(lambda: environment, 1), environment._made
+    host.reset([0], [0])
+    decided = torch.tensor([[[2 + 5e-5, -1.5]]])
+    host.step(decided, [0])
+    assert made.action.shape == shape
+    assert made.action_space.contains(made.action)
+    assert made.action.ravel().tolist() == [2, -1.5]
+    made.action[:] = 0  # a simulator may keep what it is given, and write there
+    assert decided[0, 0, 1] == -1.5
+    assert host._slots._episodes[0].actions[0].tolist() == [2, -1.5]
 
 
 def test_unknown_ids_name_the_nearest():

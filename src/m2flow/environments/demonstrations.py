@@ -58,7 +58,7 @@ def played(
             action = np.asarray(expert(environment), np.float32)
             rows["action"].append(action)
             rows["episode"].append(number)
-            did = environment.step(action)
+            did = environment.step(spec.action.within(action))
             if did.terminated or did.truncated or did.success:
                 break
     return {name: np.array(column) for name, column in rows.items()}

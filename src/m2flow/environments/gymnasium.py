@@ -93,6 +93,7 @@ class GymnasiumEnvironment(Environment):
         self._see = _observer(made.observation_space)
         self._space = made.action_space
         self._whole = np.issubdtype(made.action_space.dtype, np.integer)
+        self._as_is = made.action_space.dtype == np.float32 and len(made.action_space.shape) == 1
         self._last: Any = None
         limit = getattr(made.spec, "max_episode_steps", None) if made.spec else None
         parts = (
@@ -116,12 +117,11 @@ class GymnasiumEnvironment(Environment):
 
     def step(self, action: Array) -> Transition:
         space = self._space
-        taken: Any
+        taken: Any = action
         if self.spec.action.num_discrete is not None:
             taken = int(space.start) + int(action[0])
-        else:
-            low, high = space.low, space.high  # by two calls, which `np.clip` wraps in many
-            taken = np.minimum(np.maximum(action.reshape(space.shape), low), high)
+        elif not self._as_is:
+            taken = action.reshape(space.shape)
             if self._whole:
                 taken = np.rint(taken)
             taken = taken.astype(space.dtype)
@@ -253,6 +253,8 @@ def _observer(space: Any) -> Callable[[Any], dict[str, Array]]:
     if _is_image(space):
         return lambda observed: {"image": observed}
     if isinstance(space, spaces.Box):
+        if len(space.shape) == 1:
+            return lambda observed: {"state": observed}
         return lambda observed: {"state": np.ravel(observed)}
     if not isinstance(space, spaces.Dict):
         return lambda observed: {"state": spaces.flatten(space, observed)}

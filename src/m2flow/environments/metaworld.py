@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from m2flow.environments.environment import Array, Environment, Transition, seed_of
 from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec, image_spec
 
@@ -58,7 +56,7 @@ class MetaWorldEnvironment(Environment):
 
     def step(self, action: Array) -> Transition:
         assert self._simulator is not None, "reset first"
-        self._state, reward, _, _, info = self._simulator.step(np.clip(action, -1, 1))
+        self._state, reward, _, _, info = self._simulator.step(action)
         self.info = info
         return Transition(float(reward), success=bool(info["success"]))
 

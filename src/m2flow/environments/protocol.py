@@ -142,7 +142,7 @@ class VectorEnvironment(ABC):
         if len(action_BKA) != len(chosen):
             raise ValueError(f"{len(chosen)} environments, and actions for {len(action_BKA)}")
         self.spec.action.check(action_BKA, whole=not actions.is_floating_point())
-        result, failures = self._step(chosen, action_BKA)
+        result, failures = self._step(chosen, self.spec.action.within(action_BKA))
         for row in np.flatnonzero(~result.failed):
             self._has_stepped[chosen[row]] = True
         self._note(failures)

@@ -108,7 +108,8 @@ def check_shape(part: ObservationSpec, seen: Any) -> None:
     Raises:
         ValueError: the shapes differ.
     """
-    if (shape := np.shape(seen)) != tuple(part.shape):
+    shape = seen.shape if isinstance(seen, np.ndarray) else np.shape(seen)
+    if shape != part.shape:
         raise ValueError(f"observation {part.name!r} is {shape}, and its spec says {part.shape}")
 
 
@@ -258,14 +259,15 @@ class Slots:
         if episode.over:
             raise ValueError(f"the episode of environment {slot} is over: reset it")
         environment, limit = self._environments[slot], self.spec.max_episode_steps
+        replayed = self.spec.restores == "replayed"
         cause, detail, success, success_once = "", "", False, False
         try:
             for k, action in enumerate(action_KA):
+                if replayed:
+                    episode.actions.append(action.copy())
                 did = environment.step(action)
                 self._progress()
                 episode.steps += 1
-                if self.spec.restores == "replayed":
-                    episode.actions.append(action.copy())
                 if not -LARGEST <= did.reward <= LARGEST:  # nor is what is no number
                     cause, detail = "nan", f"the reward is {did.reward}"
                     break
@@ -298,8 +300,9 @@ class Slots:
         """Write the slot's observation into the memory."""
         parts: Mapping[str, Array] = self._environments[slot].observe()
         for part in self.spec.observations:
-            check_shape(part, parts[part.name])
-            self.memory[part.name][slot] = parts[part.name]
+            seen = parts[part.name]
+            check_shape(part, seen)
+            self.memory[part.name][slot] = seen
 
     def _finite(self, slots: Sequence[int]) -> Array:
         """Bool [B]: whether all of the observation that stands in the memory is finite."""

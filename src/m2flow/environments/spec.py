@@ -67,6 +67,14 @@ def _widened(
     return np.maximum(low, -most) - TOLERANCE, np.minimum(high, most) + TOLERANCE
 
 
+@lru_cache
+def _exact(
+    low: tuple[float, ...], high: tuple[float, ...]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Bounds as arrays, float32."""
+    return np.array(low, np.float32), np.array(high, np.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class ActionSpec:
     """An action: `size` figures within bounds, or one number of `num_discrete` choices.
@@ -97,6 +105,11 @@ class ActionSpec:
     def discrete(cls, choices: int) -> ActionSpec:
         """One of `choices` actions."""
         return cls(1, (0.0,), (choices - 1.0,), choices)
+
+    def within(self, actions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Actions, float32 [..., A], of which none is out of bounds by rounding; a copy."""
+        low_A, high_A = _exact(self.low, self.high)
+        return np.minimum(np.maximum(actions, low_A), high_A)
 
     def check(self, action_BKA: np.ndarray[Any, Any], *, whole: bool = False) -> None:
         """Refuse actions that this environment cannot take.
