@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 import time
 import tomllib
@@ -31,8 +32,8 @@ class Starts:
         self.failures, self.folders = failures, []
 
     def __call__(self, **settings: Any) -> None:
-        self.folders.append(Path(settings["_temp_dir"]))
-        assert self.folders[-1].is_dir()
+        self.folders.append(Path(settings["_temp_dir"]).parent)
+        assert stat.S_IMODE(self.folders[-1].stat().st_mode) == 0o700
         if len(self.folders) <= self.failures:
             raise Exception("The current node timed out during startup.\nThis could happen")
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -22,10 +26,14 @@ from m2flow.runtime.lane.host import LaneHost
 from m2flow.runtime.lane.loading import save
 from m2flow.runtime.lane.orders import STATES, Save
 from m2flow.runtime.lane.store import Store
+from m2flow.runtime.transport.blocks import Blocks
 from m2flow.runtime.transport.groups import LaneGroups
 from m2flow.runtime.transport.listening import LOOPBACK
 from m2flow.runtime.transport.peering import PeerLost
 from tests.training.lane_processes import LaneProcesses
+
+if TYPE_CHECKING:  # it wants Ray
+    from m2flow.runtime.driver.pool import LanePool
 
 SOON = 10.0
 
@@ -202,18 +210,70 @@ def listening(process: psutil.Process) -> list[str]:
     return []
 
 
-def test_on_one_machine_all_sockets_are_unix_or_loopback() -> None:
+@pytest.fixture(scope="module")
+def own_pool() -> Iterator[LanePool]:
+    """Two lanes on a cluster of their own, as a run has them."""
     pytest.importorskip("ray")
     from m2flow.runtime.driver.pool import LanePool
 
     with LanePool([LaneSpec(0), LaneSpec(1)]) as pool:
-        for address in pool.addresses.values():
-            assert address.host == LOOPBACK
-            assert address.meeting_port is None, "a store of process groups"
-            assert len(listening(psutil.Process(address.process_id))) == 1, "Ray's"
-            assert address.line.tcp is None
-            assert address.peer.endpoint.tcp is None
-        here = psutil.Process()
-        found = {one.pid: listening(one) for one in (here, *here.children(recursive=True))}
-        assert {address.process_id for address in pool.addresses.values()} <= found.keys()
-        assert {ip for addresses in found.values() for ip in addresses} == {LOOPBACK}, found
+        yield pool
+
+
+def test_on_one_machine_all_sockets_are_unix_or_loopback(own_pool: LanePool) -> None:
+    for address in own_pool.addresses.values():
+        assert address.host == LOOPBACK
+        assert address.meeting_port is None, "a store of process groups"
+        assert len(listening(psutil.Process(address.process_id))) == 1, "Ray's"
+        assert address.line.tcp is None
+        assert address.peer.endpoint.tcp is None
+    here = psutil.Process()
+    found = {one.pid: listening(one) for one in (here, *here.children(recursive=True))}
+    assert {address.process_id for address in own_pool.addresses.values()} <= found.keys()
+    assert {ip for addresses in found.values() for ip in addresses} == {LOOPBACK}, found
+
+
+def test_no_other_user_reads_what_a_pool_has_on_disk_or_in_shared_memory(
+    own_pool: LanePool,
+) -> None:
+    """Stores of process groups have no other protection than their folder."""
+    blocks = Blocks(f"{own_pool.folder.name}-9-", None)
+    try:
+        blocks.take(1 << 20)
+        files = list(Path("/dev/shm").glob(f"{own_pool.folder.name}-*"))
+        assert files
+        assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    finally:
+        blocks.close()
+    folders = [own_pool.folder, own_pool._cluster._folder]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in folders if path] == [0o700] * 2
+
+
+STRANGER = """
+import sys
+from ray._raylet import GcsClient
+try:
+    print(len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=20)), "machine")
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [(None, "AuthenticationError"), ("0" * 64, "AuthenticationError"), ("ours", "1 machine")],
+)
+def test_ray_tells_nobody_anything_who_has_not_got_the_token(
+    known: str | None, said: str, own_pool: LanePool
+) -> None:
+    import ray
+
+    environment = {key: x for key, x in os.environ.items() if not key.startswith("RAY_AUTH")}
+    if known is not None:
+        token = os.environ["RAY_AUTH_TOKEN"] if known == "ours" else known
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    command = [sys.executable, "-c", STRANGER, ray.get_runtime_context().gcs_address]
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout.strip() == said

@@ -21,6 +21,10 @@ from m2flow.runtime.transport.sweeping import Sweeper, check_shared_memory, clea
 
 SET_UP_WORKER = Path(__file__).parents[1] / "lane" / "set_up_worker.py"
 
+WITHIN = "ray"
+"""Ray's folder in one of the cluster's own: Ray opens its folder, with its logs and sockets, to all
+users of the machine."""
+
 
 def require_token() -> None:
     """Have the clusters that this process starts refuse connections without the secret token.
@@ -97,7 +101,7 @@ class RayCluster:
                 self._folder = Path(tempfile.gettempdir()) / name
                 self.sweeper.guard(self._folder)
                 self._folder.mkdir(mode=0o700)
-                settings["_temp_dir"] = str(self._folder)
+                settings["_temp_dir"] = str(self._folder / WITHIN)
             private = nullcontext() if address is None else _private_settings()
             try:
                 with signals_are_not_heard(), private:
@@ -118,7 +122,7 @@ class RayCluster:
     @property
     def logs(self) -> Path | None:
         """Ray's logs of a cluster that was started here."""
-        return None if self._folder is None else self._folder / "session_latest" / "logs"
+        return None if self._folder is None else self._folder / WITHIN / "session_latest" / "logs"
 
     def close(self) -> None:
         """Disconnect; a cluster that was started here is ended and its files removed."""
