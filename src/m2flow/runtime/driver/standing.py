@@ -95,7 +95,7 @@ class FlowOnLanes:
 
     def _take_up(self, plans: Plans, carrier: Any, next_steps: Mapping[str, int]) -> None:
         self.plan, self._plans, self._carrier = plans.by_method[STEP], plans, carrier
-        self._stands = True
+        self._stands = True  # lanes hold the workers as `_placements` has them
         self._placements = plans.everything.placements
         self._state_bytes = {w: spot.state_bytes for w, spot in self._placements.items()}
         self._residency = Residency(plans.everything)
@@ -229,7 +229,7 @@ class FlowOnLanes:
                 )
         fetches = self._saved(moved)
         next_steps = {name: runner.next_step for name, runner in self._runners.items()}
-        self._stands = False
+        self._stands = False  # until all lanes have gone over
         carrier = RayCarrier(
             self._pool,
             self._methods.graphs,
