@@ -30,7 +30,8 @@ dev: $(VENV)/.installed-dev ## install with the tools for development
 
 # In two processes, but for tests of lanes (chaos, runtime) and of what a whole machine has: these run alone.
 TWO_AT_A_TIME := $(addprefix tests/,algorithms cli engine environments equivalence examples flow fuzz generation models \
-  observe plan rewards simulation tools training workloads)
+  observe plan rewards simulation tools training workloads test_audit.py test_docs.py test_floors.py test_packaging.py \
+  test_results.py test_site.py test_waits.py)
 
 test: lint ## lint, then the tests (ARGS="-m slow" for the slow ones)
 	$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),failed=0; \
