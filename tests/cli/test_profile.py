@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,9 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_recipe_is_measured_once(tmp_path: Path, store: Path) -> None:
+def test_a_recipe_is_measured_once(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe, out = tmp_path / "tiny.yaml", tmp_path / "profile.json"
     recipe.write_text(TINY)
     with local_cluster(2):
@@ -48,6 +52,18 @@ def test_a_recipe_is_measured_once(tmp_path: Path, store: Path) -> None:
     again = run_command("profile", recipe, "--budget", 0.1, "--out", tmp_path / "again.json")
     assert again.code == 0, again.err
     assert "stored at" in again.out
+    before = out.read_bytes()
+
+    def no_room(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("m2flow.observe.jsonl.os.fsync", no_room)
+    full = run_command("profile", recipe, "--budget", 0.1, "--out", out)
+    assert full.code == 1
+    assert "profile.json could not be written: " in full.err
+    assert "No space left on device" in full.err
+    assert out.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.glob(".*")) == []
     assert (tmp_path / "again.json").read_text() == out.read_text() == to_json(profile)
     assert len(list((store / "models").iterdir())) == 1, "the starting model is kept as well"
     _a_file_of_another_recipe_is_refused(out)

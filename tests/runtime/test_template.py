@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -284,8 +283,9 @@ def test_a_template_that_does_not_answer_is_done_without(tmp_path: Path) -> None
         asking = shlex.join([sys.executable, "-I", "-S", str(tmp_path / "asking.py"), name])
 
         def keep_silent() -> None:
-            with listener.accept()[0]:  # it holds the files of who has come
-                time.sleep(2)
+            with listener.accept()[0] as line:
+                while line.recv(1 << 16):  # until who has come gives up
+                    pass
 
         with ThreadPoolExecutor(1) as thread:
             thread.submit(keep_silent)
