@@ -144,7 +144,7 @@ def test_a_request_that_ends_in_flight_is_given_to_who_aborts_it() -> None:
     (expected,) = drain(engine).values()
     stop = SamplingParams(9, stop_token_ids=(int(expected.token_ids[3]),))
     engine.submit([Request(0, [1, 2, 3], 5, stop)])
-    for _ in range(3):
+    for _ in range(4):
         assert not engine.step()
     (found,) = engine.abort([0])
     assert found.finish_reason == "stop"

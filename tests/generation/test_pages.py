@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from m2flow.generation import captured, paged_attention, shared_prefix
 from m2flow.generation.architecture import architecture_of
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.pages import PagedCache
 from m2flow.generation.records import Completion, Request, SamplingParams
+from m2flow.generation.running import Drawn
 from tests.generation.page_reader import read_pages
-from tests.generation.small_models import CONTEXT, drain, small_model
+from tests.generation.small_models import CONTEXT, VOCAB_SIZE, drain, small_model
 from tests.generation.tape import Tape
 from tests.generation.test_captured import CELL_BYTES, assert_same, requests
 
@@ -47,14 +50,58 @@ def engine_of(model: Any, paged: bool, **limits: Any) -> NativeEngine:
     return engine
 
 
+class NothingWaits(TorchFunctionMode):
+    """Refuses what would have the host wait for a GPU, wherever it runs.
+
+    A number that is assigned by an index of numbers is copied to the GPU from memory that the
+    system may move, and whatever is asked of a value waits for it.
+    """
+
+    ASKS = ("item", "tolist", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__setitem__:
+            _, index, value = args
+            parts = index if isinstance(index, tuple) else (index,)
+            by_numbers = any(isinstance(part, Tensor) for part in parts)
+            assert isinstance(value, Tensor) or not by_numbers, "a number assigned by an index"
+        assert getattr(func, "__name__", "") not in self.ASKS, f"{func.__name__} waits"
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_come_go_and_move_while_the_device_is_at_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host waits once a step: for tokens that were drawn. The rest is given to the device."""
+    read = Drawn.read
+
+    def reads(self: Drawn) -> list[float]:
+        with torch._C.DisableTorchFunction():
+            return read(self)
+
+    monkeypatch.setattr(Drawn, "read", reads)
+    stops = tuple(range(0, VOCAB_SIZE, 7))
+    found = []
+    for nothing_waits in (False, True):
+        engine = engine_of(MODEL, True, max_running=5, ahead=True)
+        engine.submit(requests(17, stop_token_ids=stops))
+        with NothingWaits() if nothing_waits else nullcontext():
+            found.append(drain(engine))
+    assert_same(found[1], found[0])
+
+
 def tokens_held(engine: NativeEngine) -> int:
     """The tokens that the running sequences have, each rounded up to whole pages."""
     return sum(-(-length // PAGE) * PAGE for length in engine._running.lengths)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_pages_draw_what_slots_draw(name: str) -> None:
+@pytest.mark.parametrize("copied", [1, 1 << 26])
+def test_pages_draw_what_slots_draw(
+    name: str, copied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Groups of heads, windows, experts; more requests than rows, so that rows move."""
+    monkeypatch.setattr("m2flow.generation.pages.COPIED_BYTES", copied)
     model = small_model(name)
     found = []
     for paged in (False, True):

@@ -68,6 +68,20 @@ def test_graphs_draw_what_plain_steps_draw(name: str, naps: bool) -> None:
         torch.testing.assert_close(done.logprobs, expected[number].logprobs, atol=1e-9, rtol=0)
 
 
+def test_the_host_waits_for_tokens_alone() -> None:
+    """Rows come, go and move, prompts are read: all of it is given to the device at once."""
+    model = small_model()
+    engine = engine_of(model, torch.bfloat16, True)
+    found = drawn(engine, naps=False)  # kernels are compiled, and sizes known
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # an event, such as that of tokens, may be waited for
+    try:
+        again = drawn(engine, naps=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert again.keys() == found.keys()
+
+
 def test_log_probabilities_in_bfloat16_are_those_of_plain_steps() -> None:
     """Greedy on the same tokens for as long as both draw the same."""
     model, gaps = small_model(), []

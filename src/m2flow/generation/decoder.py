@@ -26,6 +26,7 @@ from m2flow.generation.kernels import (
     Rotation,
     add_norm,
     linear,
+    on_device,
     padded_rows,
     rms_norm,
     silu_gate,
@@ -34,6 +35,7 @@ from m2flow.generation.kv_cache import CacheView
 from m2flow.generation.pages import PagedView
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.generation.weights import DecoderWeights, LayerWeights
+from m2flow.models.device import sent
 from m2flow.runtime.weights.boxes import Box
 
 Attend = Callable[[int, Tensor, Rotation], Tensor]
@@ -136,9 +138,11 @@ class Decoder:
             out_NE[: count * width] = out_UHPD.transpose(1, 2).reshape(count * width, -1)
             return out_NE
 
-        hidden_NE = self._layers(ids_N.to(self.device), position_N, attend)
-        last_U = torch.tensor([row * width + length - 1 for row, length in enumerate(lengths)])
-        return Prefilled(kv_LUKPW, self.logits(hidden_NE[last_U.to(self.device)]))
+        hidden_NE = self._layers(sent(ids_N, self.device), position_N, attend)
+        last_U = on_device(
+            [row * width + length - 1 for row, length in enumerate(lengths)], self.device
+        )
+        return Prefilled(kv_LUKPW, self.logits(hidden_NE[last_U]))
 
     def room(self, prompts: int, tokens: int) -> Tensor:
         """Room for the keys and values of so many prompts of so many tokens, kv_LUKPW."""

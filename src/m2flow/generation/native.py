@@ -16,9 +16,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ class NativeEngine:
         )
         on_cuda = self.captured is not None and self.device.type == "cuda"
         self._ahead = on_cuda if ahead is None else ahead
-        self._in_flight: Drawn | None = None
+        self._in_flight: list[Drawn] = []
         self._done: list[Completion] = []  # that the next step gives
         self._prefixes = Prefixes(self._decoder, self._cache, prefill_tokens)
         self._state = MovableState(self._tensors, Place(device=str(self.device), spill=spill))
@@ -190,7 +190,7 @@ class NativeEngine:
         assert self._state.is_resident, "the engine sleeps: wake() first"
         assert self.version >= 0, "no weights: install() first"
         with torch.inference_mode():
-            if self._in_flight is None:
+            if not self._in_flight:
                 self._preempt()
                 self._begin_step()
             self._finish_step(ahead=self._ahead)
@@ -333,20 +333,22 @@ class NativeEngine:
         self._cache.ensure(lengths, keep=first)
         logits_BV = self._prefixes.fill(admitted, first)
         self._running.add(admitted)
-        self._take(self._running.draw(logits_BV, first))
+        self._in_flight.append(self._running.draw(logits_BV, first))
+        if not self._ahead:
+            self._finish_step()
 
     def _begin_step(self) -> None:
         """Have the next token of every running row drawn."""
         if self._running:
-            self._in_flight = self._running.draw(self._decode())
+            self._in_flight.append(self._running.draw(self._decode()))
 
     def _finish_step(self, *, ahead: bool = False) -> None:
         """Take what is in flight, if anything is; with `ahead` the next step is begun before.
 
         It is not where a row ends by its length, or room is short: both are known beforehand.
         """
-        drawn, self._in_flight = self._in_flight, None
-        if drawn is None:
+        drawn, self._in_flight = self._in_flight, []
+        if not drawn:
             return
         with torch.inference_mode():
             running = self._running
@@ -372,9 +374,9 @@ class NativeEngine:
         token_N, position_N, view = self._running.padded_inputs(size)
         return self._decoder.advance(token_N, position_N, size.rows, view)
 
-    def _take(self, drawn: Drawn) -> None:
+    def _take(self, drawn: Sequence[Drawn]) -> None:
         """Have tokens that were drawn, once they are here; sequences that end by them go."""
-        if not math.isfinite(math.fsum(drawn.read())):
+        if not math.isfinite(math.fsum(chain.from_iterable(one.read() for one in drawn))):
             raise M2FlowError(
                 f"the weights of version {self.version} give logits that are not finite"
             )
@@ -385,7 +387,7 @@ class NativeEngine:
                 reason: FinishReason = "stop" if sequence.stopped else "length"
                 self._done.append(self._complete(sequence, reason))
         if not self._running:  # what is in flight is of those that have ended
-            self._in_flight = None
+            self._in_flight.clear()
 
     def _complete(self, sequence: RunningSequence, reason: FinishReason) -> Completion:
         del self._live[sequence.request.id]

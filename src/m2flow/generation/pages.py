@@ -29,6 +29,9 @@ from m2flow.generation.shared_prefix import TEAM, SharedPrefixes, Team, teams_of
 NOBODY = 0
 """The page of rows that do not run."""
 
+COPIED_BYTES = 1 << 26
+"""Of prompts that are copied to pages together: of as many layers as that are, one at least."""
+
 
 class PagedCache:
     """The pages, in the place of a `KVCache`. Empty until `ensure`, and again after `free`.
@@ -149,7 +152,7 @@ class PagedCache:
             self._pages_of[target], self._pages_of[source] = self._pages_of[source], []
         source, target = on_device([sources, targets], self._device)
         self._table_RM[target] = self._table_RM[source]
-        self._table_RM[source] = NOBODY
+        self._table_RM.index_fill_(0, source, NOBODY)  # an assignment would wait for the device
 
     def write_prompts(self, rows: Tensor, kv_LUKPW: Tensor, prompts: Tensor, columns: int) -> None:
         """Copy the first columns of prompt `prompts[i]` into row `rows[i]`; both int64.
@@ -159,9 +162,13 @@ class PagedCache:
         column_C = torch.arange(columns, device=self._device)
         page_UC = self._table_RM.index_select(0, rows)[:, column_C // self._page]
         token_N = (page_UC.long() * self._page + column_C % self._page).flatten()
-        for flat_NZ, kv_UKPW in zip(self._kv_LPSKW.flatten(1, 2).flatten(2), kv_LUKPW, strict=True):
-            some_UCKW = kv_UKPW[:, :, :columns].index_select(0, prompts).transpose(1, 2)
-            flat_NZ.index_copy_(0, token_N, some_UCKW.reshape(len(token_N), -1))
+        flat_LNZ = self._kv_LPSKW.flatten(1, 2).flatten(2)
+        layer_bytes = len(token_N) * flat_LNZ.shape[2] * flat_LNZ.itemsize
+        together = max(1, COPIED_BYTES // max(1, layer_bytes))
+        pieces = kv_LUKPW[..., :columns, :].split(together)
+        for layers_LNZ, some_LUKCW in zip(flat_LNZ.split(together), pieces, strict=True):
+            some_LUCKW = some_LUKCW.index_select(1, prompts).transpose(2, 3)
+            layers_LNZ.index_copy_(1, token_N, some_LUCKW.flatten(1, 2).flatten(2))
 
     def share(self, prefixes: Sequence[tuple[int, int]]) -> None:
         """Have rows that began alike read that together; see `teams_of`."""
