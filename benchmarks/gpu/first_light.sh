@@ -86,6 +86,7 @@ if [ "$DEVICE" = cuda ]; then
   stage links 60 "$PYTHON" benchmarks/gpu/links.py --out "$OUT/links.json"
 fi
 stage decode 90 "$PYTHON" benchmarks/gpu/decode.py --device "$DEVICE" --quick --out "$OUT/decode.json"
+stage long_tail 70 "$PYTHON" benchmarks/gpu/long_tail.py --device "$DEVICE" $SMALL --out "$OUT/long_tail.json"
 stage grpo_step 240 "$PYTHON" benchmarks/gpu/grpo_step.py --device "$DEVICE" --seconds 215 $SMALL --out "$OUT/grpo_step.json"
 stage quickstart 180 bash -c "train quickstart recipes/quickstart.yaml lanes=$LANES $SHORT"
 if "$PYTHON" -c "import mani_skill" 2>/dev/null; then

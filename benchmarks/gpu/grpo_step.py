@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -44,6 +45,13 @@ LIMIT_SECONDS = 560
 SIDES = ("collocated", "auto", "trl")
 AGAINST_TRL, OF_PINNED = 3.0, 0.7
 """Aimed at: samples a second over TRL's, and the rate of switches over that of a pinned copy."""
+
+LEARNING_RATE = 1e-12
+"""All that an update does is done, and answers stay as long as they are: the end token hangs on a
+few weights, and with 1e-6 answers were three times as long after four updates."""
+
+STEP = re.compile(r"(seconds|plan)/.*|length/mean")
+"""What is kept of each step."""
 
 PROMPT_TOKENS = 9
 """Of a prompt in the mean: sums such as `12+34=`, letter by letter."""
@@ -115,7 +123,7 @@ def keys_of(work: Work, model: Path) -> list[str]:
         *(f"model.path={model}", "warmup.steps=0", "reward=long_answers:even"),
         *(f"prompts_per_step={work.prompts}", f"samples_per_prompt={work.answers}"),
         *(f"minibatches={work.minibatches}", f"generation.max_new_tokens={work.tokens}"),
-        *(f"generation.max_running={work.running}", "optimizer.learning_rate=1e-6"),
+        *(f"generation.max_running={work.running}", f"optimizer.learning_rate={LEARNING_RATE}"),
         *(f"training.tokens_per_microbatch={work.microbatch}", "evaluation.problems=0"),
         "training.gradient_checkpointing=false",  # the device has room for a micro-batch's
         *(f"steps={work.steps + 1}", "checkpoint.every=1000", "journal_gb=0"),
@@ -174,6 +182,14 @@ def of_m2flow(work: Work, model: Path, mode: str, folder: Path, limit: float) ->
     return found | switches(run, work.device)
 
 
+def kept(run: Path, out: Path | None) -> list[dict[str, float]]:
+    """Of each step of m2flow's what `STEP` says; its trace is put beside the results."""
+    if out is not None and (run / "timeline.json").exists():
+        shutil.copy(run / "timeline.json", out.with_name(f"{out.stem}_{run.name}_timeline.json"))
+    rows = read_rows(run / "metrics.jsonl").rows if (run / "metrics.jsonl").exists() else []
+    return [{name: row[name] for name in row if STEP.fullmatch(name)} for row in rows]
+
+
 def switches(run: Path, device: str) -> dict[str, float]:
     """Seconds of the last step's context switches, and their rate over that of a raw copy."""
     if not (run / "timeline.json").exists():  # it was stopped before it wrote one
@@ -200,6 +216,7 @@ def of_trl(work: Work, model: Path, limit: float) -> dict[str, float]:
     with device_memory(found), (model.parent / "trl.log").open("w+") as log:
         began = time.time()  # which means the same in another process
         given = {**asdict(work), "model": str(model), "steps": work.steps + 1, "began": began}
+        given["learning_rate"] = LEARNING_RATE
         try:
             answer = subprocess.run(
                 [python, str(HERE / "trl_step.py")],
@@ -305,6 +322,7 @@ def main() -> None:
         work = replace(work, prompts=16, mean=250, tokens=1024)
     config = PUBLISHED["Qwen2.5-1.5B"] if options.device == "cuda" else SMALL
     found: dict[str, dict[str, float]] = {}
+    steps: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="m2flow-grpo-") as folder:
         model = Path(folder) / "model"
         share = write_model(config, work.mean, model, options.device)
@@ -316,6 +334,10 @@ def main() -> None:
                 if side == "trl"
                 else of_m2flow(work, model, side, Path(folder), options.seconds)
             )
+            if side != "trl":
+                steps[side] = kept(Path(folder) / side, options.out)
+            if options.out is not None:  # whoever is stopped in a later side keeps this one
+                options.out.write_text(json.dumps({**found, "steps": steps}, indent=1))
             print(side, {name: round(value, 3) for name, value in found[side].items()}, flush=True)
         name = "tokens of an answer"
         tokens = [row[name] for row in found.values() if name in row]
@@ -325,6 +347,7 @@ def main() -> None:
     table(["", *found], [[name, *(row.get(name, "") for row in found.values())] for name in names])
     where = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     results = {"device": where, "work": asdict(work), "end token": share, **found}
+    results["steps"] = steps
     conclude("gpu/grpo_step", results, targets_of(found) if where != "cpu" else [], options)
 
 

@@ -81,7 +81,7 @@ def main() -> None:
             top_k=0,
             loss_type="dapo",
             beta=0.0,
-            learning_rate=1e-6,
+            learning_rate=work["learning_rate"],
             lr_scheduler_type="constant",
             optim="adamw_torch_fused",
             use_transformers_continuous_batching=on_gpu,

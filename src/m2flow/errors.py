@@ -148,8 +148,8 @@ def writing(what: str, where: Path | str) -> Iterator[None]:
         if number == errno.ENOSPC:
             reason += f", {_free(Path(where))}"
         raise CannotWrite(
-            f"{what} could not be written: {where}: {reason}; {_REMEDIES[number]}, "
-            "then go on with --resume: what was saved before is whole"
+            f"{what} could not be written: {where}: {reason}; {_REMEDIES[number]}; "
+            "what was saved before is whole"
         ) from error
 
 

@@ -61,6 +61,7 @@ def test_a_recipe_is_measured_once(
     full = run_command("profile", recipe, "--budget", 0.1, "--out", out)
     assert full.code == 1
     assert "profile.json could not be written: " in full.err
+    assert "--resume" not in full.err, "there is none"
     assert "No space left on device" in full.err
     assert out.read_bytes() == before
     assert sorted(path.name for path in tmp_path.glob(".*")) == []

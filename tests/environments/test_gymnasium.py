@@ -47,6 +47,27 @@ class Everything(gymnasium.Env):
         return self.seen(), 1.0, False, False, {"is_success": True}
 
 
+def test_a_package_that_registers_when_it_is_imported(tmp_path, monkeypatch):
+    """As Atari, MiniGrid and robotics packages do: the id alone is unknown before."""
+    (tmp_path / "pole_shop.py").write_text(
+        "import gymnasium\n"
+        "gymnasium.register('Shop/Pole-v3', 'gymnasium.envs.classic_control:CartPoleEnv')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"no such task.*Shop/Pole-v3.*gymnasium:PACKAGE:ID"):
+        make_environments("gymnasium:Shop/Pole-v3", 1)
+    with pytest.raises(UserError, match=r"no module of this name.*pole_shed"):
+        make_environments("gymnasium:pole_shed:Shop/Pole-v3", 1)
+    try:
+        with pytest.raises(UserError, match=r"no such task.*Pole-v4.*'Shop/Pole-v3'"):
+            make_environments("gymnasium:pole_shop:Shop/Pole-v4", 1)
+        environments = make_environments("gymnasium:pole_shop:Shop/Pole-v3", 1)
+        assert environments.spec.name == "gymnasium:pole_shop:Shop/Pole-v3"
+        assert environments.reset([0], [3])["state"].shape == (1, 4)
+    finally:
+        gymnasium.registry.pop("Shop/Pole-v3", None)
+
+
 def test_cart_pole_steps_as_gymnasium_does():
     environments = make_environments("gymnasium:CartPole-v1", 2)
     spec = environments.spec

@@ -193,6 +193,31 @@ def test_one_answer_does_not_get_faster_by_idle_lanes() -> None:
     assert seconds(8, 16) == pytest.approx(2 * seconds(1, 1), rel=0.01)
 
 
+def test_small_dense_models_attain_less_of_arithmetic() -> None:
+    """Narrow layers and large vocabularies move more for each operation; nothing else is scaled."""
+    names = ("Qwen2.5-7B", "Qwen2.5-1.5B", "Qwen3-0.6B", "Qwen3-32B")
+    seven, one, half, wide = (RATES.arithmetic(KNOWN_MODELS[name], 0.5) for name in names)
+    assert seven == 0.5
+    assert half < one < seven < wide < 0.54
+    assert RATES.arithmetic(MOE, 0.5) == 0.5 * (1 - MOE.expert_share * (1 - RATES.grouped))
+
+
+def test_training_a_small_model_is_what_was_measured_on_one_gpu() -> None:
+    """Two measurements of m2flow's own trainer on one H200, 1.5 billion parameters.
+
+    Sixteen answers of 4,096 tokens a mini-batch, and a GRPO step of 1,024 answers, 921 tokens in
+    the mean (`benchmarks/results/gpu`).
+    """
+    small = KNOWN_MODELS["Qwen2.5-1.5B"]
+    for answers, count, updates, measured in (
+        (Answers(0, fit_lengths(4095.9, 4096)), 16, 1, 1.933),
+        (Answers(9, fit_lengths(921.3, 4096)), 1024, 4, 26.76),
+    ):
+        passes = training_pass(small, answers, count, WHOLE, 8192)
+        seconds = passes.on(H200) + updates * update(small, WHOLE, 1).on(H200)
+        assert seconds == pytest.approx(measured, rel=0.06)
+
+
 # Published figures that constants are taken from --------------------------------------------------
 
 

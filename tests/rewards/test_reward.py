@@ -21,6 +21,7 @@ from m2flow.rewards.reward import (
     Judged,
     Scores,
     WeightedReward,
+    thread_safe,
     weighted_sum,
 )
 
@@ -288,6 +289,37 @@ def test_a_call_that_returns_too_late_is_not_followed_by_the_others(folder: str)
     assert last.wait(10)
     time.sleep(0.05)
     assert len(calls) == 4
+
+
+def test_a_function_that_waits_outside_of_python_is_called_by_several_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each keeps its order, its deadline and its failures; one that hangs holds up no other."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3))
+    together = threading.Barrier(3)
+
+    @thread_safe
+    def meets(prompt: str, completion: str, ids: Sequence[int], row: Any) -> float:
+        if row["item"] == 4:
+            time.sleep(1.5)
+        if row["item"] == 7:
+            raise KeyError("seven")
+        if row["item"] < 3:
+            together.wait(10)
+        return float(row["item"])
+
+    count = 11
+    judged = Judged(
+        range(count),
+        ["?"] * count,
+        ["!"] * count,
+        [[1]] * count,
+        [{"item": n} for n in range(count)],
+    )
+    found = weighted_sum([WeightedReward(meets, deadline_seconds=0.5)], judged)
+    assert found.rewards == [0.0, 1.0, 2.0, 3.0, 0.0, 5.0, 6.0, 0.0, 8.0, 9.0, 10.0]
+    assert [n for n, why in enumerate(found.failures) if why] == [4, 7]
+    assert vars(math_reward)["threads"] >= 1, "its processes are asked side by side"
 
 
 def test_a_coroutine_function_is_awaited_within_an_event_loop_too(folder: str) -> None:

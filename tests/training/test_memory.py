@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.algorithms.ppo import CriticLoss
@@ -44,9 +45,25 @@ def figures_and_gradient(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     return found.logprobs_T.detach(), found.entropy_T.detach(), gradient
 
 
+def capped_model() -> nn.Module:
+    """A Gemma 2, whose logits are capped so low that it shows, in float64."""
+    config = Gemma2Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=512,
+        initializer_range=0.3, final_logit_softcapping=1.5, attn_logit_softcapping=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: nn.Module = Gemma2ForCausalLM._from_config(config, attn_implementation="eager")
+    return model.double().train()
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 20])
-def test_logits_in_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    model: Any = make_model()
+@pytest.mark.parametrize("make", [make_model, capped_model])
+def test_logits_in_chunks_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, rows: int, make: Callable[[], nn.Module]
+) -> None:
+    model: Any = make()
+    cap = getattr(model.config, "final_logit_softcapping", None)
     expected = figures_and_gradient(model)
     largest: list[int] = []
     head = model.get_output_embeddings()
@@ -65,14 +82,14 @@ def test_logits_in_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch, rows: i
     assert max(largest) == rows
     assert len(largest) > 2
     assert "forward" not in vars(head), "the model is as it was"
+    assert getattr(model.config, "final_logit_softcapping", None) == cap
 
 
 def test_other_architectures_compute_all_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may scale or cap what the head gives."""
+    """They may scale what the head gives, or have no head of this name."""
     model: Any = make_model()
     monkeypatch.setattr(forward, "LOGITS_AT_A_TIME", VOCABULARY)
-    monkeypatch.setattr(model.config, "model_type", "gemma2")
-    monkeypatch.setattr(model.config, "final_logit_softcapping", 30.0, raising=False)
+    monkeypatch.setattr(model.config, "model_type", "cohere")
     monkeypatch.setattr(forward._Head, "over", None)
     figures_and_gradient(model)
 

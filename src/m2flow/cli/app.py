@@ -455,6 +455,7 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Entry point: runs a command, and turns errors into exit codes."""
+    is_training = "train" in sys.argv[1:2]
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except UserError as error:
@@ -465,7 +466,8 @@ def main() -> None:
         raise SystemExit(2) from None
     except RunFailed as error:
         cause = next((one for one in causes(error) if isinstance(one, CannotWrite)), None)
-        print(f"the run failed: {cause or first_cause(error)}", file=sys.stderr)
+        again = "; then go on with --resume" if cause and is_training else ""
+        print(f"the run failed: {cause or first_cause(error)}{again}", file=sys.stderr)
         raise SystemExit(1) from error
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
@@ -475,7 +477,7 @@ def main() -> None:
         raise SystemExit(1) from error
     if code == INTERRUPTED:
         again = "; --resume goes on from the last checkpoint, if there is one"
-        print(f"interrupted{again if 'train' in sys.argv[1:2] else ''}", file=sys.stderr)
+        print(f"interrupted{again if is_training else ''}", file=sys.stderr)
     raise SystemExit(code or 0)
 
 

@@ -38,7 +38,7 @@ class GymnasiumEnvironment(Environment):
     """A Gymnasium environment; see the module docstring.
 
     Args:
-        task: its id, such as "CartPole-v1".
+        task: its id, such as "CartPole-v1"; "package:id" imports what registers it before.
         pixels: height and width of an "image" that is drawn of it, in place of its own
             observation; 0 for its own observation.
         motion: if not 0, the three channels of that "image" are three pictures in shades of grey,

@@ -125,12 +125,28 @@ def maker(name: str, options: dict[str, Any]) -> Callable[[], Environment]:
     module, attribute = family.adaptor
     adaptor = getattr(importlib.import_module(module), attribute)
     _check_options(name, adaptor, options)
-    tasks: Sequence[str] = adaptor.tasks()
-    if task not in tasks:
+    registers, _, own = task.rpartition(":") if head == "gymnasium" else ("", "", task)
+    if registers and user_module(registers) is None:  # Gymnasium imports it again where it is made
         raise UserError(
-            f"{head} has no such task", key=KEY, value=task, hint=suggestion(task, tasks)
+            "there is no module of this name, which would register the environment",
+            key=KEY,
+            value=registers,
+            hint="install its package, or put it on PYTHONPATH",
+        )
+    tasks: Sequence[str] = adaptor.tasks()
+    if own not in tasks:
+        raise UserError(
+            f"{head} has no such task", key=KEY, value=own, hint=_near(head, own, tasks)
         )
     return lambda: adaptor(task, **options)
+
+
+def _near(head: str, task: str, tasks: Sequence[str]) -> str:
+    """Which task may have been meant."""
+    hint = suggestion(task, tasks)
+    if head != "gymnasium":
+        return hint
+    return f"{hint}; what a package registers when it is imported is gymnasium:PACKAGE:ID"
 
 
 def not_installed(name: str) -> UserError | None:

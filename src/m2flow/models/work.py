@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from m2flow.models.lengths import Answers
-from m2flow.models.shape import WEIGHT_BYTES, ModelShape
+from m2flow.models.shape import KNOWN_MODELS, WEIGHT_BYTES, ModelShape
 from m2flow.plan.profile.work import Work
 from m2flow.training.division import Division
 
@@ -83,9 +83,17 @@ normalised; queries, keys and values, and their copy; what attention and the MLP
 feed-forward block (both its inputs, and their product)."""
 
 BETWEEN_HIDDEN, BETWEEN_CHANNELS = 8, 3
-"""Numbers that a layer moves for a token outside of its products: twice the residual stream and
+"""Numbers that a layer must move for a token outside of its products: twice the residual stream and
 what is added to it, both read and written; and both inputs and the product of the feed-forward
 block."""
+
+MOVED_AGAIN, LOGITS_MOVED = 3.7, 2
+"""How often a trainer moves those numbers, and each of the `LOGIT_BYTES` of a pass. By the profiler
+m2flow's own with Liger's kernels spends 47 and 25 of 243 ms on them, with 8,192 tokens of a model
+of 1.5 billion parameters on one H200 (`benchmarks/results/gpu/2026-11-26/training.json`)."""
+
+DENSE_REFERENCE = KNOWN_MODELS["Qwen2.5-7B"]
+"""What a trainer attains of arithmetic was fitted to a published step of this model."""
 
 DRAWN_LOGIT_BYTES = 28
 """Of a request and a row of the vocabulary: logits in single precision, and in double precision
@@ -110,6 +118,11 @@ class Rates:
         training: of peak FLOP/s in forward and backward passes of a dense model, recomputed
             activations counted as work.
         forward: of peak FLOP/s in a trainer's forward pass over whole sequences.
+        between: of a trainer's pass over `DENSE_REFERENCE`, what is spent outside of products and
+            attention. Dense models that move more for each operation attain that much less. From
+            m2flow's own trainer, a model of 1.5 billion parameters on one H200: 0.088 would give
+            the mini-batch of long answers (`benchmarks/results/gpu/2026-11-26/training.json`),
+            0.148 those of a whole GRPO step (`2026-11-27b/grpo_step.json`).
         grouped: of a dense model's arithmetic that a trainer's many small experts attain. NVIDIA's
             performance summary of Megatron Bridge (25.11) has 5,275 tokens/s for each of 16 H100
             that train Qwen3-30B-A3B without dropping tokens (PP2, EP8); this share gives 5,330.
@@ -122,11 +135,13 @@ class Rates:
         prefill_layer_seconds: the same of a prefill, which is launched kernel by kernel.
         round_seconds: of each decoding step beside all that: scheduling and sampling that the
             device's work does not hide. The tables have none. The published rollout above would
-            take 2 ms (488 s without, 591 s published).
+            take 2 ms (488 s without, 591 s published); m2flow's own engine on one H200, 48 and 512
+            requests at a time, 0.1 and 0.3 ms (`2026-11-27b/long_tail.json` in that folder).
     """
 
     training: float = 0.438
     forward: float = 0.387
+    between: float = 0.12
     grouped: float = 0.28
     prefill: float = 0.723
     experts: float = 0.617
@@ -136,11 +151,30 @@ class Rates:
     round_seconds: float = 0.0
 
     def arithmetic(self, model: ModelShape, fraction: float) -> float:
-        """Return a fraction of peak FLOP/s for this model: grouped products get less."""
-        return fraction * (1 - model.expert_share * (1 - self.grouped))
+        """Return a fraction of peak FLOP/s for this model.
+
+        Grouped products get less, and so do narrow layers and large vocabularies, which move more
+        for each operation.
+        """
+        if model.expert_share:
+            return fraction * (1 - model.expert_share * (1 - self.grouped))
+        more = moved_bytes(model) / moved_bytes(DENSE_REFERENCE) - 1
+        return fraction / (1 + self.between * more)
 
 
 RATES = Rates()
+
+
+def moved_bytes(model: ModelShape) -> float:
+    """Return what a trainer moves outside of products and attention for each of their operations.
+
+    That is bytes for each FLOP of a forward pass: norms, gates, rotations, sums of the residual
+    stream, and logits.
+    """
+    numbers = BETWEEN_HIDDEN * model.hidden + BETWEEN_CHANNELS * model.intermediate
+    layers = MOVED_AGAIN * WEIGHT_BYTES * model.layers * numbers
+    logits = LOGITS_MOVED * LOGIT_BYTES * model.vocabulary
+    return (layers + logits) / model.forward_flops(1, 0)
 
 
 def ring_bytes(num_bytes: float, lanes: int) -> float:

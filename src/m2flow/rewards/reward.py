@@ -18,10 +18,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from m2flow.errors import UserError
@@ -91,6 +94,15 @@ def prepared_by(prepare: Callable[[], object]) -> Callable[[F], F]:
         return function
 
     return mark
+
+
+def thread_safe(function: F) -> F:
+    """Mark a reward function that waits for something outside of Python, such as a process.
+
+    As many threads call it at once as this process has cores.
+    """
+    vars(function)["threads"] = len(os.sched_getaffinity(0))
+    return function
 
 
 def _nothing() -> None:
@@ -253,7 +265,8 @@ def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]
         if isinstance(values, RewardFailure):
             return [values] * len(rows)
         return [_number(value) for value in values]
-    return [_number(value) for value in _called(function, rows, part.deadline_seconds)]
+    threads = min(getattr(function, "threads", 1), len(rows))
+    return [_number(value) for value in _beside(function, rows, part.deadline_seconds, threads)]
 
 
 def _number(value: Any) -> float | RewardFailure:
@@ -271,6 +284,20 @@ def _shown(value: Any) -> str:
         return repr(value)
     except Exception:  # noqa: BLE001, such as an integer of too many digits
         return f"a value of type {type(value).__name__}"
+
+
+def _beside(
+    function: Any, calls: Sequence[tuple[Any, ...]], seconds: float, threads: int
+) -> list[Any]:
+    """What `_called` gives, each n-th call by one of n threads."""
+    if threads <= 1:
+        return _called(function, calls, seconds)
+    found: list[Any] = [None] * len(calls)
+    with ThreadPoolExecutor(threads) as pool:
+        parts = [calls[first::threads] for first in range(threads)]
+        for first, part in enumerate(pool.map(partial(_called, function, seconds=seconds), parts)):
+            found[first::threads] = part
+    return found
 
 
 def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:

@@ -27,8 +27,8 @@ from m2flow.training.attention import packed_attention_on
 from m2flow.training.packing import Pack
 
 PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
-"""Architectures whose logits are the head's output and nothing else, if they are not capped; others
-compute all logits at once."""
+"""Architectures whose logits are the head's output, capped where their configuration says so.
+Others compute all logits at once."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,11 @@ def token_logprobs(
     """
     device = next(model.parameters()).device
     causal_lm: Any = model
-    head = _Head(pack, temperature, with_entropy)
-    rows = max(1, LOGITS_AT_A_TIME // int(causal_lm.config.vocab_size))
     config = causal_lm.config
     cap = getattr(config, "final_logit_softcapping", None)
-    plain = config.model_type in PLAIN_HEADS and not cap
-    chunks = head.chunks(rows) if plain else None
+    head = _Head(pack, temperature, with_entropy, cap)
+    rows = max(1, LOGITS_AT_A_TIME // int(config.vocab_size))
+    chunks = head.chunks(rows) if config.model_type in PLAIN_HEADS else None
     pack = pack.to(device)
     with packed_attention_on(model), _in_chunks(causal_lm, chunks, head):
         given: Tensor = causal_lm(
@@ -92,11 +91,16 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Head:
-    """What is wanted of the logits of a pack."""
+    """What is wanted of the logits of a pack.
+
+    Attributes:
+        cap: of logits that the head gives in chunks: `cap * tanh(logit / cap)`; None for none.
+    """
 
     pack: Pack
     temperature: float
     with_entropy: bool
+    cap: float | None = None
 
     def chunks(self, rows: int) -> list[_Chunk] | None:
         """Pieces of at most `rows` predicting nodes; None where one piece holds all."""
@@ -132,7 +136,10 @@ class _Head:
         """The `figures` [T, 1 or 2] of hidden states, whose logits are computed chunk by chunk."""
 
         def figures_of(x_CH: Tensor, prediction_C: Tensor, target_ids_C: Tensor) -> Tensor:
-            return self.figures(linear(x_CH), prediction_C, target_ids_C)
+            logits_CV = linear(x_CH)
+            if self.cap is not None:
+                logits_CV = torch.tanh(logits_CV / self.cap) * self.cap
+            return self.figures(logits_CV, prediction_C, target_ids_C)
 
         pack = self.pack.to(x_MH.device)
         found = []
@@ -151,7 +158,8 @@ class _Head:
 def _in_chunks(causal_lm: Any, chunks: list[_Chunk] | None, head: _Head) -> Iterator[None]:
     """Within, the model's head gives figures of the targets in the place of logits.
 
-    It stays the module that it is, so that sharding, which looks at modules, sees no difference.
+    They are not capped again: the configuration says so meanwhile. The head stays the module that
+    it is, so that sharding, which looks at modules, sees no difference.
     """
     if chunks is None:
         yield
@@ -163,9 +171,13 @@ def _in_chunks(causal_lm: Any, chunks: list[_Chunk] | None, head: _Head) -> Iter
         return head.over(chunks, linear, x_1MH[0])[None]
 
     module.forward = forward
+    if head.cap is not None:
+        causal_lm.config.final_logit_softcapping = None
     try:
         yield
     finally:
+        if head.cap is not None:
+            causal_lm.config.final_logit_softcapping = head.cap
         del module.forward
         if own:
             module.forward = linear

@@ -11,13 +11,15 @@ import torch
 from torch.distributions import Categorical, Normal
 
 from m2flow.errors import UserError
-from m2flow.flow import Batch, Ragged
+from m2flow.flow import Batch, Place, Ragged
 from m2flow.models.policies.actor_critic import mlp_actor_critic
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied import objective
 from m2flow.workloads.embodied.learning import PolicyUpdate, _normalise
 from m2flow.workloads.embodied.objective import wanted
 from m2flow.workloads.embodied.turns import turns_of
+from m2flow.workloads.embodied.workers.actor import Actor
+from m2flow.workloads.embodied.workers.stages import critic_advantage
 
 CHUNK, SCALE = 3, 2.5
 LENGTHS = [4, 1, 3]
@@ -180,6 +182,61 @@ def test_numpy_says_the_same_loss_of_few_figures(
         torch.testing.assert_close(few.entropy_TKD, torchs.entropy_TKD)
     else:
         assert few.entropy_TKD is torchs.entropy_TKD is None
+
+
+class LinearWorth:
+    """A critic that can be computed by hand."""
+
+    weight = torch.tensor([0.5, -1.0, 2.0])
+
+    def values(self, observations: Any) -> torch.Tensor:
+        return observations["state"] @ self.weight
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_rollout_that_is_cut_off_goes_on_by_what_the_critic_expects(said: bool) -> None:
+    """At a time limit and at the horizon, not where an episode ended by its own rules."""
+    gamma, lam, lengths = 0.9, 0.8, [4, 3, 2]
+    random = torch.Generator().manual_seed(1)
+    count = sum(lengths)
+    state = torch.randn(count, 3, generator=random)
+    reward = torch.randn(count, 2, generator=random)
+    steps = torch.tensor([2, 1, 2, 2, 2, 2, 2, 1, 2])
+    reward[steps == 1, 1] = 0.0
+    # The first is cut at a time limit, and at the horizon; the second ends; the third is cut.
+    ends = torch.tensor([0, 1, 0, 0, 0, 1, 0, 1, 0]).bool()
+    cut = torch.tensor([0, 1, 0, 1, 0, 0, 1, 0, 1]).bool()
+    beyond = torch.randn(int(cut.sum()), 3, generator=random)
+    worth, expected = LinearWorth(), torch.empty(count, dtype=torch.float64)
+    follows, cuts = 0.0, iter(reversed(beyond @ worth.weight))
+    lasts = {sum(lengths[: n + 1]) - 1 for n in range(len(lengths))}
+    for turn in reversed(range(count)):
+        value = float(state[turn] @ worth.weight)
+        discount = gamma ** int(steps[turn])
+        after, carried = follows_value(turn, state, worth), lam * discount * follows
+        if ends[turn] or turn in lasts:
+            after, carried = float(next(cuts)) if cut[turn] else 0.0, 0.0
+        earned = float(reward[turn, 0] + gamma * reward[turn, 1])
+        follows = earned + discount * after - value + carried
+        expected[turn] = follows
+    columns = {"reward": reward, "steps": steps, "ends": ends, "cut": cut}
+    columns["observation.state"] = state
+    if said:
+        columns["values"] = state @ worth.weight
+    batch = Batch({f"turn.{name}": Ragged(column, lengths) for name, column in columns.items()})
+    of_cuts = [int(part.sum()) for part in cut.split(lengths)]
+    batch = batch.with_columns(**{"cut.observation.state": Ragged(beyond, of_cuts)})
+    actor: Any = Actor(None)  # type: ignore[arg-type]
+    actor.place, actor.policy = Place(), worth
+    found = critic_advantage(actor.look_beyond(batch), gamma=gamma, lam=lam)
+    torch.testing.assert_close(found["turn.advantage"].values, expected, rtol=0, atol=1e-6)
+    returns = expected + (state @ worth.weight).double()
+    torch.testing.assert_close(found["turn.return"].values, returns, rtol=0, atol=1e-6)
+
+
+def follows_value(turn: int, state: torch.Tensor, worth: LinearWorth) -> float:
+    """What the observation of the next turn is worth."""
+    return float(state[turn + 1] @ worth.weight) if turn + 1 < len(state) else 0.0
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared body"])

@@ -244,6 +244,48 @@ def test_a_folder_of_files_is_read_in_order(tmp_path: Path) -> None:
         read_problems(tmp_path / "empty")
 
 
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (("train-00001-of-2.jsonl", "train-00000-of-2.jsonl", "test-00000-of-1.jsonl"), (1, 0)),
+        (("data/train/0.jsonl", "data/test/0.jsonl", "data/validation/0.jsonl"), (0,)),
+        (("sums_train.jsonl", "sums.eval.jsonl", "more.jsonl"), (0,)),
+        (("train/a.jsonl", "train/b.jsonl"), (0, 1)),
+        (("main/test.jsonl", "more/test.jsonl"), (0, 1)),
+        (("contest.jsonl", "trainer.jsonl", "train.jsonl"), (0, 2, 1)),
+    ],
+)
+def test_of_a_folder_with_splits_the_one_to_train_on_is_read(
+    tmp_path: Path, names: tuple[str, ...], read: tuple[int, ...]
+) -> None:
+    """What is to be held out is not trained on because it lies in the same folder."""
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path, json.dumps({"question": "?", "answer": number}), name=name)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert [problem.answer for problem in read_problems(tmp_path)] == [str(n) for n in read]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("test.jsonl", "val.jsonl"), "holds the splits test, validation"),
+        (
+            ("main/train.jsonl", "main/test.jsonl", "socratic/train.jsonl"),
+            "holds several data sets: main, socratic",
+        ),
+    ],
+)
+def test_a_folder_that_leaves_open_what_to_train_on_is_refused(
+    tmp_path: Path, names: tuple[str, ...], words: str
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path, json.dumps({"question": "?", "answer": 1}), name=name)
+    with pytest.raises(UserError, match=f"{words}.*subfolders"):
+        read_problems(tmp_path)
+
+
 def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "rows.parquet").write_text("")

@@ -1,14 +1,17 @@
 """Rows of a data set as it lies on disk: JSON lines, CSV, Parquet, or a folder of such files.
 
 A folder is what `hf download` leaves (files of either kind, in subfolders too) or what
-`datasets.save_to_disk` writes (Arrow streams). Files are read in the order of their names. Knows
-nothing of what the columns mean.
+`datasets.save_to_disk` writes (Arrow streams). Files are read in the order of their names. Of a
+folder whose files or subfolders are named after splits, `train` is read and no other. Knows nothing
+of what the columns mean.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import logging
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,9 +19,23 @@ from typing import Any, NamedTuple
 
 from m2flow.errors import UserError, nearest
 
+_log = logging.getLogger(__name__)
+
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 """Endings of the files that are looked for in a folder; one that is named may have any ending, and
 is read as JSON lines unless it says that it is CSV, Parquet or Arrow."""
+
+BESIDE = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files that stand beside the rows in a data set's folder, and hold none."""
+
+SPLITS = {
+    "train": "train", "training": "train",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+    "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+"""Words that name a split, as the Hugging Face Hub reads names of files and folders."""
+
+TRAIN = "train"
 
 BATCH_ROWS = 1024
 
@@ -73,8 +90,7 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     found = sorted(file for file in path.rglob("*") if file.suffix in KINDS and file.is_file())
-    # What stands beside the rows in a data set's folder, and is none.
-    found = [file for file in found if file.name not in ("dataset_info.json", "state.json")]
+    found = [file for file in found if file.name not in BESIDE]
     kinds = {file.suffix for file in found}
     if not found or len(kinds) > 1:
         raise UserError(
@@ -83,7 +99,48 @@ def _files(path: Path) -> list[Path]:
             expected=f"files of one kind of {', '.join(KINDS)}",
             hint="name one of its files or subfolders",
         )
-    return found
+    return _to_train_on(path, found)
+
+
+def _to_train_on(path: Path, files: list[Path]) -> list[Path]:
+    """Of files in a folder those of the split to train on, where their names tell splits apart."""
+    split_of = {file: _split(file.relative_to(path)) for file in files}
+    splits = sorted({split for split in split_of.values() if split})
+    if len(splits) < 2:
+        return files
+    if TRAIN not in splits:
+        raise UserError(
+            f"holds the splits {', '.join(splits)}",
+            key=str(path),
+            expected=f"one split, or {TRAIN!r} among them",
+            hint="name one of its files or subfolders",
+        )
+    chosen = [file for file in files if split_of[file] == TRAIN]
+    folders = {_above(file.relative_to(path)) for file in chosen}
+    if len(folders) > 1:
+        names = ", ".join(sorted(str(folder) for folder in folders))
+        raise UserError(
+            f"holds several data sets: {names}",
+            key=str(path),
+            expected="one",
+            hint="name one of its subfolders",
+        )
+    _log.info("%s: the split %r is read, of %s", path, TRAIN, ", ".join(splits))
+    return chosen
+
+
+def _split(file: Path) -> str | None:
+    """The split that a file's name tells, or else a folder of it, the innermost first."""
+    for name in (file.stem, *(part.name for part in file.parents)):
+        words = re.split(r"[^a-z]+", name.lower())
+        if found := [SPLITS[word] for word in words if word in SPLITS]:
+            return found[0]
+    return None
+
+
+def _above(file: Path) -> Path:
+    """The folder of a file, or the one above where it is named after a split."""
+    return file.parent.parent if file.parent.name.lower() in SPLITS else file.parent
 
 
 def _json_lines(file: Path) -> Iterator[FileRow]:
