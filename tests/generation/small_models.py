@@ -59,11 +59,18 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 12,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 12,
+}
 CONFIGS: dict[str, Any] = {
     "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen2-untied-one-kv-head": lambda: Qwen2Config(
         **{**_SIZES, "num_key_value_heads": 1}, tie_word_embeddings=False
     ),
+    "qwen2-yarn": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True, rope_parameters=_YARN),
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
     "llama-biases-scaled-rope": lambda: LlamaConfig(
         **{**_SIZES, "num_key_value_heads": 4},
