@@ -12,11 +12,13 @@ import pytest
 from m2flow.engine.loops import fused_loops
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
+from m2flow.models.work import decoding
 from m2flow.plan import build_plan
 from m2flow.plan.profile.hardware import device_named
 from m2flow.plan.profile.work import FlowWork, total
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.workload import Assumed
+from m2flow.workloads.embodied.bodies import body_of
 from m2flow.workloads.embodied.flow import recipe_flow
 from m2flow.workloads.embodied.workload import WORKLOAD
 from tests.cli.conftest import run_command
@@ -152,6 +154,20 @@ def test_the_models_own_config_is_what_is_priced(tmp_path: Path) -> None:
     assert half.workers["actor"].weight_bytes < 0.6 * published.workers["actor"].weight_bytes
     with pytest.raises(UserError, match="another family"):
         priced("pi0-ppo-libero-spatial", model=tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "numbers"), [("bfloat16", 1), ("float32", 2)])
+def test_each_decoded_token_is_a_whole_decoding_step(dtype: str, numbers: int) -> None:
+    """Attention and logits too; bytes are those of the numbers that the policy computes with."""
+    recipe: Any = read_recipe(RECIPES / "openvla-ppo-maniskill.yaml")
+    body = body_of(recipe, None)
+    assert body.decoded == 6
+    acting = priced("openvla-ppo-maniskill", f"policy.dtype={dtype}").stages["actor.act"]
+    (decoded,) = acting.layouts[0].call(4).then
+    step = decoding(body.text, 4, 4 * body.tokens)
+    for one, whole in zip((decoded, *decoded.then), (step, *step.then), strict=True):
+        assert one.flops == pytest.approx(6 * whole.flops)
+        assert one.read_bytes == pytest.approx(6 * numbers * whole.read_bytes)
 
 
 def test_more_simulators_at_a_time_take_less() -> None:

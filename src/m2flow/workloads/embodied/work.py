@@ -13,6 +13,7 @@ from math import prod
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import ONE_LANE
+from m2flow.models.shape import WEIGHT_BYTES
 from m2flow.models.work import (
     ADAM_BYTES,
     LAYER_CHANNELS,
@@ -82,6 +83,15 @@ SIMULATORS = {
 }
 """By family. Steps and pictures of a core were measured (LIBERO with 128 pixels, ManiSkill by
 lavapipe, EnvPool with Meta-World); those that an accelerator draws are guesses."""
+
+
+def _of_numbers(work: Work, number_bytes: int) -> Work:
+    """Work over weights and activations of so many bytes, priced with 16 bits."""
+    return replace(
+        work,
+        read_bytes=work.read_bytes * number_bytes / WEIGHT_BYTES,
+        then=tuple(_of_numbers(part, number_bytes) for part in work.then),
+    )
 
 
 def prices(recipe: EmbodiedRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
@@ -224,18 +234,8 @@ class EmbodiedRecipeWork:
         )  # fmt: skip
         if not body.decoded:
             return first
-        step = decoding(body.text, count, count * body.tokens)
-        return replace(
-            first,
-            then=(
-                replace(
-                    step,
-                    flops=body.decoded * step.flops,
-                    read_bytes=body.decoded * step.read_bytes * self._number / 2,
-                    seconds=body.decoded * step.seconds,
-                ),
-            ),
-        )
+        steps = decoding(body.text, count, count * body.tokens).times(body.decoded)
+        return replace(first, then=(_of_numbers(steps, self._number),))
 
     def _looking(self, count: int) -> Work:
         """What cut episodes are worth; a rollout is cut once, in the mean."""
