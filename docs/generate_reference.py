@@ -242,6 +242,9 @@ EMBODIED = {
     "([how](../how-to/own-environment.md#a-reward-of-your-own))",
     "environment.processes": "processes of each lane in which simulators run, so that a crash or a "
     "hang costs an episode; 0 for the lane's own; none: one a core for heavy simulators",
+    "environment.deadlines": "seconds after which a process of simulators counts as hung, and is "
+    "killed: `step` (60) and `reset` (300) of one environment, `start` (600) until simulators "
+    "stand, `render` (120) of a call that draws, saves or restores",
     "environment.python": "interpreter of those processes, where the simulator is installed in a "
     "virtual environment of its own; none for the run's",
     "environment.steps_aside": "a simulator that cannot save its state leaves a lane that is short "

@@ -88,8 +88,8 @@ def requests(work: Work, stop: int, seed: int) -> Iterator[Request]:
 
 
 def edge(rows: int) -> int:
-    """The power of 2 that is not below."""
-    return 1 << max(0, rows - 1).bit_length()
+    """The power of 2 that is not below; 0 for none, where requests are still to come in."""
+    return 1 << (rows - 1).bit_length() if rows else 0
 
 
 def measured(
@@ -99,7 +99,7 @@ def measured(
     known = device_called(torch.cuda.get_device_name() if device != "cpu" else "")
     shape = model_from_config({"model_type": "qwen2", **work.model})
     steps, seconds, priced = Counter[int](), Counter[int](), Counter[int]()
-    price, tokens = 0.0, 0
+    price, tokens, priced_at = 0.0, 0, 0
     recorded = engine.captured.recorded if engine.captured else 0
     engine.submit(requests(work, stop, seed))
     synchronise(device)
@@ -107,10 +107,12 @@ def measured(
     for step in range(100 * work.tokens):
         if not engine.busy:
             break
-        rows = max(1, engine.num_running)
-        if known and step % PRICED_EVERY == 0:
-            held = max(1, sum(engine._running.lengths))
-            price = decoding(shape, rows, held).on(known)
+        rows = engine.num_running
+        if known and rows and (step % PRICED_EVERY == 0 or edge(rows) != priced_at):
+            price, priced_at = (
+                decoding(shape, rows, sum(engine._running.lengths)).on(known),
+                edge(rows),
+            )
         tokens += sum(len(one.token_ids) for one in engine.step())
         now = time.perf_counter()
         steps[edge(rows)] += 1

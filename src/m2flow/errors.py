@@ -148,7 +148,7 @@ def writing(what: str, where: Path | str) -> Iterator[None]:
         if number == errno.ENOSPC:
             reason += f", {_free(Path(where))}"
         raise CannotWrite(
-            f"{what} could not be written: {where}: {reason}; {_REMEDIES[number]}; "
+            f"{what} could not be written: {where}: {reason}; {_REMEDIES[number]}: "
             "what was saved before is whole"
         ) from error
 

@@ -6,6 +6,7 @@ A `Tape` stands in for CUDA graphs; `tests/gpu/test_captured.py` holds the graph
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from m2flow.errors import M2FlowError
 from m2flow.generation import captured
 from m2flow.generation.captured import (
     CapturedSteps,
@@ -150,6 +152,70 @@ def test_a_request_that_ends_in_flight_is_given_to_who_aborts_it() -> None:
     assert found.finish_reason == "stop"
     assert found.token_ids.tolist() == expected.token_ids.tolist()[:4]
     assert not engine.busy
+
+
+def begun_ahead(*limits: int, max_running: int = 4) -> tuple[NativeEngine, list[Request]]:
+    """An engine that works ahead, after the step that has admitted requests of such lengths."""
+    engine = engine_of(MODEL, Tape(), ahead=True, max_running=max_running)
+    asked = [
+        Request(n, [1 + n, 2, 3], 5 + n, SamplingParams(most)) for n, most in enumerate(limits)
+    ]
+    engine.submit(asked)
+    assert not engine.step()
+    return engine, asked
+
+
+def alone(one: Request) -> Completion:
+    engine = engine_of(MODEL, None)
+    engine.submit([one])
+    return drain(engine)[one.id]
+
+
+def test_weights_that_come_while_a_first_token_is_in_flight_have_not_drawn_it() -> None:
+    engine, asked = begun_ahead(4, 6)
+    engine.install(OTHER.state_dict(), 1)
+    done = drain(engine)
+    for one in asked:
+        found, most = done[one.id], one.params.max_new_tokens
+        assert found.token_versions.tolist() == [0] + [1] * (most - 1)
+        assert found.token_ids[0] == alone(one).token_ids[0]
+
+
+def test_who_is_aborted_while_its_first_token_is_in_flight_has_it() -> None:
+    engine, asked = begun_ahead(4, 6)
+    (found,) = engine.abort([1])
+    assert found.finish_reason == "abort"
+    assert found.token_ids.tolist() == alone(asked[1]).token_ids[:1].tolist()
+    assert_same(drain(engine), {0: alone(asked[0])})
+
+
+def test_a_nap_while_a_first_token_is_in_flight() -> None:
+    engine, asked = begun_ahead(4, 2, 6)
+    engine.sleep()
+    engine.wake()
+    assert_same(drain(engine), {one.id: alone(one) for one in asked})
+
+
+def test_a_prefill_that_is_not_finite_is_named_by_the_weights_that_made_it() -> None:
+    weights = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
+    weights["model.layers.0.self_attn.v_proj.weight"][0] = torch.nan
+    engine = engine_of(MODEL, Tape(), ahead=True)
+    engine.install(weights, 3)
+    engine.submit([Request(0, [1, 2, 3], 5, SamplingParams(9))])
+    assert not engine.step()
+    with pytest.raises(M2FlowError, match="version 3"):
+        engine.install(MODEL.state_dict(), 4)
+
+
+def test_requests_of_one_token_do_not_keep_a_long_one_from_its_next() -> None:
+    """They end with what a prefill draws: a step of theirs would leave nothing to begin beside."""
+    engine, _ = begun_ahead(30, max_running=2)
+    lengths = []
+    for number in range(1, 12):
+        engine.submit([Request(number, [1, 2, number], 5, SamplingParams(1))])
+        engine.step()
+        lengths.append(len(engine._running.sequences[0].tokens))
+    assert all(before < after for before, after in pairwise(lengths))
 
 
 def carried_out(

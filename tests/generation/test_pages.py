@@ -51,10 +51,11 @@ def engine_of(model: Any, paged: bool, **limits: Any) -> NativeEngine:
 
 
 class NothingWaits(TorchFunctionMode):
-    """Refuses what would have the host wait for a GPU, wherever it runs.
+    """Refuses two things that would have the host wait for a GPU, and that a CPU can tell.
 
     A number that is assigned by an index of numbers is copied to the GPU from memory that the
-    system may move, and whatever is asked of a value waits for it.
+    system may move, and whatever is asked of a value waits for it. `tests/gpu/test_captured.py`
+    has torch refuse the others.
     """
 
     ASKS = ("item", "tolist", "nonzero", "__bool__", "__int__", "__float__", "__index__")
@@ -72,7 +73,7 @@ class NothingWaits(TorchFunctionMode):
 def test_rows_come_go_and_move_while_the_device_is_at_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The host waits once a step: for tokens that were drawn. The rest is given to the device."""
+    """Tokens that were drawn are waited for, where they are read, and nothing else."""
     read = Drawn.read
 
     def reads(self: Drawn) -> list[float]:

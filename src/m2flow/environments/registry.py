@@ -135,18 +135,11 @@ def maker(name: str, options: dict[str, Any]) -> Callable[[], Environment]:
         )
     tasks: Sequence[str] = adaptor.tasks()
     if own not in tasks:
-        raise UserError(
-            f"{head} has no such task", key=KEY, value=own, hint=_near(head, own, tasks)
-        )
+        hint = suggestion(own, tasks)
+        if head == "gymnasium" and not registers:
+            hint += "; what a package registers when it is imported is gymnasium:PACKAGE:ID"
+        raise UserError(f"{head} has no such task", key=KEY, value=own, hint=hint)
     return lambda: adaptor(task, **options)
-
-
-def _near(head: str, task: str, tasks: Sequence[str]) -> str:
-    """Which task may have been meant."""
-    hint = suggestion(task, tasks)
-    if head != "gymnasium":
-        return hint
-    return f"{hint}; what a package registers when it is imported is gymnasium:PACKAGE:ID"
 
 
 def not_installed(name: str) -> UserError | None:

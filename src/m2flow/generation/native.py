@@ -182,7 +182,9 @@ class NativeEngine:
             self._prefixes.acquire(sequence.prompt)
 
     def step(self) -> list[Completion]:
-        """Draw one token for every running request; return those that finished by it.
+        """Draw a token for every running request; return those that finished, as far as is known.
+
+        An engine that works ahead reads tokens a step after they were asked for.
 
         Raises:
             M2FlowError: the weights give logits that are not finite.
@@ -334,7 +336,7 @@ class NativeEngine:
         logits_BV = self._prefixes.fill(admitted, first)
         self._running.add(admitted)
         self._in_flight.append(self._running.draw(logits_BV, first))
-        if not self._ahead:
+        if not self._ahead or self._running.ends_by_length:  # nothing could be begun beside it
             self._finish_step()
 
     def _begin_step(self) -> None:

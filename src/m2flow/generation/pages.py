@@ -30,7 +30,8 @@ NOBODY = 0
 """The page of rows that do not run."""
 
 COPIED_BYTES = 1 << 26
-"""Of prompts that are copied to pages together: of as many layers as that are, one at least."""
+"""Keys and values of prompts that are copied to pages at once: of as many layers as that holds, one
+at least. They lie in memory twice meanwhile."""
 
 
 class PagedCache:

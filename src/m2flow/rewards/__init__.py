@@ -11,7 +11,7 @@ from m2flow.rewards.code import code_reward
 from m2flow.rewards.format import format_reward
 from m2flow.rewards.gym import gym_reward
 from m2flow.rewards.mathematics import math_reward
-from m2flow.rewards.reward import Reward, batched, thread_safe
+from m2flow.rewards.reward import Reward, batched, threaded
 
 __all__ = [
     "Reward",
@@ -21,5 +21,5 @@ __all__ = [
     "format_reward",
     "gym_reward",
     "math_reward",
-    "thread_safe",
+    "threaded",
 ]

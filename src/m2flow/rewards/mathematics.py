@@ -13,11 +13,11 @@ from typing import Any
 
 from m2flow.rewards.final_answer import extract_answer
 from m2flow.rewards.number import read_number, same_number, sides
-from m2flow.rewards.reward import thread_safe
+from m2flow.rewards.reward import threaded
 from m2flow.rewards.symbolic import same_expression
 
 
-@thread_safe
+@threaded
 def math_reward(
     prompt: str, completion: str, completion_ids: Sequence[int], row: Mapping[str, Any]
 ) -> float:

@@ -96,12 +96,12 @@ def prepared_by(prepare: Callable[[], object]) -> Callable[[F], F]:
     return mark
 
 
-def thread_safe(function: F) -> F:
+def threaded(function: F) -> F:
     """Mark a reward function that waits for something outside of Python, such as a process.
 
-    As many threads call it at once as this process has cores.
+    As many threads call it at once as the process has cores when it judges.
     """
-    vars(function)["threads"] = len(os.sched_getaffinity(0))
+    vars(function)["threaded"] = True
     return function
 
 
@@ -265,8 +265,9 @@ def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]
         if isinstance(values, RewardFailure):
             return [values] * len(rows)
         return [_number(value) for value in values]
-    threads = min(getattr(function, "threads", 1), len(rows))
-    return [_number(value) for value in _beside(function, rows, part.deadline_seconds, threads)]
+    threads = len(os.sched_getaffinity(0)) if getattr(function, "threaded", False) else 1
+    found = _beside(function, rows, part.deadline_seconds, min(threads, len(rows)))
+    return [_number(value) for value in found]
 
 
 def _number(value: Any) -> float | RewardFailure:
@@ -289,7 +290,7 @@ def _shown(value: Any) -> str:
 def _beside(
     function: Any, calls: Sequence[tuple[Any, ...]], seconds: float, threads: int
 ) -> list[Any]:
-    """What `_called` gives, each n-th call by one of n threads."""
+    """What `_called` gives, each n-th call by one of n threads; each counts timeouts of its own."""
     if threads <= 1:
         return _called(function, calls, seconds)
     found: list[Any] = [None] * len(calls)

@@ -17,7 +17,7 @@ import resource
 import subprocess
 import sys
 import threading
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -118,7 +118,11 @@ class _Processes:
 
     def __init__(self) -> None:
         self._idle: list[_ComparingProcess] = []
-        self._turns = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
+
+    @cached_property
+    def _turns(self) -> threading.BoundedSemaphore:
+        """On first use: a lane is bound to its cores after it has imported this."""
+        return threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 
     def compare(self, gold: str, answer: str) -> bool:
         with self._turns:

@@ -4,7 +4,7 @@ The head runs at the nodes that predict a completion token and nowhere else, and
 vocabulary is large it runs over some of them at a time: in float32 the logits of 8,192 tokens over
 152,064 ids take 5 GB, and their gradient as much again. Logits of a chunk are computed again in the
 backward pass, so that they never lie in memory together. The model is any transformers causal LM;
-it is not changed. Knows no losses.
+afterwards it is as it was. Knows no losses.
 
 Shapes: T completion tokens of a pack, M predicting nodes, V vocabulary, H width of the model.
 """
@@ -29,6 +29,9 @@ from m2flow.training.packing import Pack
 PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
 """Architectures whose logits are the head's output, capped where their configuration says so.
 Others compute all logits at once."""
+
+CAPPED_HEADS = ("gemma2", "gemma3_text")
+"""Architectures among `PLAIN_HEADS` whose configuration may have a cap."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ def token_logprobs(
     device = next(model.parameters()).device
     causal_lm: Any = model
     config = causal_lm.config
-    cap = getattr(config, "final_logit_softcapping", None)
+    capped = config.model_type in CAPPED_HEADS
+    cap = (getattr(config, "final_logit_softcapping", None) or None) if capped else None
     head = _Head(pack, temperature, with_entropy, cap)
     rows = max(1, LOGITS_AT_A_TIME // int(config.vocab_size))
     chunks = head.chunks(rows) if config.model_type in PLAIN_HEADS else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +16,13 @@ import torch
 from PIL import Image
 
 import m2flow
-from m2flow.environments import make_environments
-from m2flow.environments.deadlines import Deadlines
+from m2flow.environments import Deadlines
 from m2flow.errors import UserError
 from m2flow.observe.jsonl import read_rows
 from m2flow.plan import build_plan
 from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
-from m2flow.workloads.embodied.config import EmbodiedRecipe
+from m2flow.workloads.embodied.config import DeadlinesPart, EmbodiedRecipe
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 from m2flow.workloads.embodied.workers.film import filmed
 
@@ -248,11 +246,10 @@ def test_faults_of_real_processes_cost_episodes_and_not_the_run(
 ) -> None:
     """In mid-episode, two simulators in each process; another step is trained with them then."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "environments"))
-    hurried = partial(make_environments, deadlines=Deadlines(step=1.0, reset=10.0))
-    monkeypatch.setattr("m2flow.environments.make_environments", hurried)
     some = recipe(
         environment={
-            "name": "toy_environments:Faulty", "options": {"folder": str(tmp_path)}, "processes": 2
+            "name": "toy_environments:Faulty", "options": {"folder": str(tmp_path)}, "processes": 2,
+            "deadlines": {"step": 1.0, "reset": 10.0},
         },
         policy={"kind": "mlp"},
         rollouts_per_step=4,
@@ -265,6 +262,15 @@ def test_faults_of_real_processes_cost_episodes_and_not_the_run(
     assert second["episodes/failed"] == 0
     assert second["environment_steps"] == 4 * some.rollout.horizon
     assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+
+def test_deadlines_are_those_of_environments_and_hold_for_processes() -> None:
+    assert DeadlinesPart().model_dump() == asdict(Deadlines())
+    with pytest.raises(UserError, match=r"environment.deadlines.*environment.processes: 1"):
+        recipe(environment={"name": COUNTING, "deadlines": {"step": 10}})
+    for more in ({"processes": 2}, {"python": "/somewhere/python"}):
+        made = recipe(environment={"name": COUNTING, "deadlines": {"step": 10}, **more})
+        assert made.environment.hung_after == {**asdict(Deadlines()), "step": 10}
 
 
 def test_episodes_that_end_by_themselves() -> None:

@@ -168,6 +168,7 @@ def test_each_decoded_token_is_a_whole_decoding_step(dtype: str, numbers: int) -
     for one, whole in zip((decoded, *decoded.then), (step, *step.then), strict=True):
         assert one.flops == pytest.approx(6 * whole.flops)
         assert one.read_bytes == pytest.approx(6 * numbers * whole.read_bytes)
+        assert one.seconds == pytest.approx(6 * whole.seconds)
 
 
 def test_more_simulators_at_a_time_take_less() -> None:

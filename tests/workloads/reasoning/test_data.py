@@ -12,6 +12,7 @@ import pytest
 from m2flow.errors import UserError
 from m2flow.rewards.mathematics import verify
 from m2flow.workloads.reasoning.data import DEFAULT_TEMPLATE, final_answer, read_problems
+from m2flow.workloads.reasoning.rows import TO_HOLD_OUT
 
 
 def write(folder: Path, *lines: str, name: str = "rows.jsonl") -> Path:
@@ -245,18 +246,24 @@ def test_a_folder_of_files_is_read_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "read"),
+    ("names", "read", "held"),
     [
-        (("train-00001-of-2.jsonl", "train-00000-of-2.jsonl", "test-00000-of-1.jsonl"), (1, 0)),
-        (("data/train/0.jsonl", "data/test/0.jsonl", "data/validation/0.jsonl"), (0,)),
-        (("sums_train.jsonl", "sums.eval.jsonl", "more.jsonl"), (0,)),
-        (("train/a.jsonl", "train/b.jsonl"), (0, 1)),
-        (("main/test.jsonl", "more/test.jsonl"), (0, 1)),
-        (("contest.jsonl", "trainer.jsonl", "train.jsonl"), (0, 2, 1)),
+        (("train-1-of-2.jsonl", "train-0-of-2.jsonl", "test-0-of-1.jsonl"), (1, 0), (2,)),
+        (("data/train/0.jsonl", "data/validation/0.jsonl", "data/test/0.jsonl"), (0,), (2,)),
+        (("train.jsonl", "valid.jsonl"), (0,), (1,)),
+        (("sums_train.jsonl", "sums.eval.jsonl", "more.jsonl"), (0,), (1,)),
+        (("sums.jsonl", "sums_test.jsonl"), (0,), (1,)),
+        (("train/a/0.jsonl", "train/b/0.jsonl", "test/0.jsonl"), (0, 1), (2,)),
+        (("train_part1/0.jsonl", "train_part2/0.jsonl", "test/0.jsonl"), (0, 1), (2,)),
+        (("train/unit-test-0.jsonl", "test/unit-test-0.jsonl"), (0,), (1,)),
+        (("train.jsonl", "more.jsonl"), (1, 0), ()),
+        (("train/a.jsonl", "train/b.jsonl"), (0, 1), ()),
+        (("main/test.jsonl", "more/test.jsonl"), (0, 1), ()),
+        (("contest.jsonl", "trainer.jsonl", "train.jsonl"), (0, 2, 1), ()),
     ],
 )
 def test_of_a_folder_with_splits_the_one_to_train_on_is_read(
-    tmp_path: Path, names: tuple[str, ...], read: tuple[int, ...]
+    tmp_path: Path, names: tuple[str, ...], read: tuple[int, ...], held: tuple[int, ...]
 ) -> None:
     """What is to be held out is not trained on because it lies in the same folder."""
     for number, name in enumerate(names):
@@ -264,6 +271,8 @@ def test_of_a_folder_with_splits_the_one_to_train_on_is_read(
         write(tmp_path, json.dumps({"question": "?", "answer": number}), name=name)
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert [problem.answer for problem in read_problems(tmp_path)] == [str(n) for n in read]
+    held_out = [problem.answer for problem in read_problems(tmp_path, splits=TO_HOLD_OUT)]
+    assert held_out == [str(n) for n in (held or read)]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,19 @@ from m2flow.workloads.common.recipe import (
 )
 
 
+class DeadlinesPart(Section):
+    """Seconds after which a simulator's process counts as hung; `m2flow.environments.Deadlines`.
+
+    `step` and `reset` are of one environment, `start` is until simulators stand, and `render` of a
+    call that draws, saves or restores.
+    """
+
+    start: Positive = 600.0
+    reset: Positive = 300.0
+    step: Positive = 60.0
+    render: Positive = 120.0
+
+
 class EnvironmentSection(Section):
     """The simulator: `name` is "family:task" or "module:Class", `options` are its own.
 
@@ -32,6 +45,7 @@ class EnvironmentSection(Section):
     simulator is a heavy one, 0 for none: it then runs in the lane's own process. `python` is their
     interpreter, where the simulator's packages clash with m2flow's. `reward` is "module:function":
     given the environment and what a step did, it says the step's reward in the simulator's place.
+    `deadlines` say when one of the processes counts as hung.
     With `steps_aside` a simulator that cannot save its state leaves a lane that is short of memory
     too, and replays its episodes when it is back.
     """
@@ -42,6 +56,12 @@ class EnvironmentSection(Section):
     python: str | None = None
     reward: str | None = None
     steps_aside: Flag = False
+    deadlines: DeadlinesPart | None = None
+
+    @property
+    def hung_after(self) -> dict[str, float] | None:
+        """The deadlines by name; None for the defaults of `m2flow.environments.Deadlines`."""
+        return None if self.deadlines is None else self.deadlines.model_dump()
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -60,6 +80,25 @@ class EnvironmentSection(Section):
                 hint="take it out for one a core",
             )
         return self
+
+    @model_validator(mode="after")
+    def _deadlines_are_of_processes(self) -> EnvironmentSection:
+        if self.deadlines is not None and not self.has_processes:
+            raise UserError(
+                "hold for processes of simulators, and this one runs in the lane's own",
+                key="environment.deadlines",
+                hint="set environment.processes: 1, or as many as a lane has cores",
+            )
+        return self
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether simulators run in processes of their own."""
+        from m2flow.environments.registry import is_light
+
+        if self.processes is not None:
+            return self.processes > 0
+        return not is_light(self.name) or self.python is not None
 
 
 KEYS_OF_POLICIES = {

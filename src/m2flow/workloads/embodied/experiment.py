@@ -263,7 +263,10 @@ def _spec_elsewhere(recipe: EmbodiedRecipe, python: str) -> EnvironmentSpec:
             expected="warmup.data, or 0 beside environment.python",
         )
     section = recipe.environment
-    elsewhere = make_environments(section.name, 1, processes=1, python=python, **section.arguments)
+    deadlines = None if section.hung_after is None else Deadlines(**section.hung_after)
+    elsewhere = make_environments(
+        section.name, 1, processes=1, python=python, deadlines=deadlines, **section.arguments
+    )
     elsewhere.close()
     return elsewhere.spec
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from m2flow.errors import UserError, suggestion
-from m2flow.workloads.reasoning.rows import BadRowError, rows_of
+from m2flow.workloads.reasoning.rows import TO_TRAIN_ON, BadRowError, rows_of
 from m2flow.workloads.reasoning.tasks.problem import Problem, generator
 
 QUESTION_COLUMNS = ("question", "problem", "prompt", "Question", "Problem")
@@ -47,6 +47,7 @@ def read_problems(
     answer: str | None = None,
     column_key: str = "data.{}_column",
     seed: int = 0,
+    splits: Sequence[str] = TO_TRAIN_ON,
 ) -> list[Problem]:
     """All problems of a data set, in order; blank lines do not count.
 
@@ -60,6 +61,7 @@ def read_problems(
             None for the usual names.
         column_key: what sets `question` and `answer`, for messages, with `{}` for these words.
         seed: with the row's number it fixes the order of choices.
+        splits: as of `rows_of`.
 
     Returns:
         Problems whose `metadata` holds the row's other columns and `line`, its number from 1.
@@ -73,7 +75,7 @@ def read_problems(
     columns: tuple[str, str] | None = None
     sought = (("question", question, QUESTION_COLUMNS), ("answer", answer, ANSWER_COLUMNS))
     num_bad, first_bad = 0, ""
-    for file, line, read in rows_of(path):
+    for file, line, read in rows_of(path, splits):
         try:
             row = read()
             if columns is None:

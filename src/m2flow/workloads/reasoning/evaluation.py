@@ -28,6 +28,7 @@ from m2flow.workloads.reasoning.data import (
     read_problems,
 )
 from m2flow.workloads.reasoning.encoding import Names, chat_of, context_of, encode
+from m2flow.workloads.reasoning.rows import TO_HOLD_OUT
 from m2flow.workloads.reasoning.supported import check_generation
 from m2flow.workloads.reasoning.workers import Generator, ModelSource, Verifier, outcome
 
@@ -91,6 +92,7 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
         answer=asked.answer_column,
         column_key="--{}-column",
         seed=asked.seed,
+        splits=TO_HOLD_OUT,
     )[: asked.limit]
     source = ModelSource(str(model_folder(asked.model)), "auto")
     samples, max_new_tokens, lanes = (

@@ -2,8 +2,8 @@
 
 A folder is what `hf download` leaves (files of either kind, in subfolders too) or what
 `datasets.save_to_disk` writes (Arrow streams). Files are read in the order of their names. Of a
-folder whose files or subfolders are named after splits, `train` is read and no other. Knows nothing
-of what the columns mean.
+folder whose files or subfolders are named after splits, one is read: which, the caller says. Knows
+nothing of what the columns mean.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import csv
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,9 +33,11 @@ SPLITS = {
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
-"""Words that name a split, as the Hugging Face Hub reads names of files and folders."""
+"""Words of names of files and folders that tell a split."""
 
 TRAIN = "train"
+TO_TRAIN_ON, TO_HOLD_OUT = (TRAIN,), ("test", "validation")
+"""Splits of which the first that is there is read."""
 
 BATCH_ROWS = 1024
 
@@ -61,13 +63,18 @@ class FileRow(NamedTuple):
     read: Callable[[], dict[str, Any]]
 
 
-def rows_of(path: Path) -> Iterator[FileRow]:
+def rows_of(path: Path, splits: Sequence[str] = TO_TRAIN_ON) -> Iterator[FileRow]:
     """All rows, in order; blank lines do not count.
 
+    Args:
+        path: a file, or a folder of files.
+        splits: which is read of a folder that has several: the first of these that is there.
+
     Raises:
-        UserError: there is no such file, it cannot be read, or a folder holds none.
+        UserError: there is no such file, it cannot be read, or a folder holds none, or several data
+            sets, or splits and none of those.
     """
-    for file in _files(path):
+    for file in _files(path, splits):
         try:
             if file.suffix in (".parquet", ".arrow"):
                 yield from _columnar(file)
@@ -79,7 +86,7 @@ def rows_of(path: Path) -> Iterator[FileRow]:
             raise UserError(f"cannot be read: {error.strerror or error}", key=str(file)) from error
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, splits: Sequence[str]) -> list[Path]:
     if not path.exists():
         names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         close = nearest(path.name, names)
@@ -99,48 +106,54 @@ def _files(path: Path) -> list[Path]:
             expected=f"files of one kind of {', '.join(KINDS)}",
             hint="name one of its files or subfolders",
         )
-    return _to_train_on(path, found)
+    return _of_a_split(path, found, splits)
 
 
-def _to_train_on(path: Path, files: list[Path]) -> list[Path]:
-    """Of files in a folder those of the split to train on, where their names tell splits apart."""
-    split_of = {file: _split(file.relative_to(path)) for file in files}
-    splits = sorted({split for split in split_of.values() if split})
-    if len(splits) < 2:
+def _of_a_split(path: Path, files: list[Path], wanted: Sequence[str]) -> list[Path]:
+    """Of files in a folder those of one split, where their names tell splits apart.
+
+    A file that names none is one to train on, where others than `train` are named and it is not.
+    """
+    named = {file: _split(file.relative_to(path)) for file in files}
+    splits = sorted({found[0] for found in named.values() if found})
+    if splits in ([], [TRAIN]):
         return files
-    if TRAIN not in splits:
+    rest = None if TRAIN in splits else (TRAIN, Path())
+    found_in = {file: found or rest for file, found in named.items()}
+    splits = sorted({found[0] for found in found_in.values() if found})
+    if len(splits) == 1:
+        return files
+    split = next((name for name in wanted if name in splits), None)
+    if split is None:
         raise UserError(
             f"holds the splits {', '.join(splits)}",
             key=str(path),
-            expected=f"one split, or {TRAIN!r} among them",
+            expected=f"one split, or {' or '.join(wanted)} among them",
             hint="name one of its files or subfolders",
         )
-    chosen = [file for file in files if split_of[file] == TRAIN]
-    folders = {_above(file.relative_to(path)) for file in chosen}
+    chosen = {file: found for file, found in found_in.items() if found and found[0] == split}
+    folders = sorted({str(found[1]) for found in chosen.values()})
     if len(folders) > 1:
-        names = ", ".join(sorted(str(folder) for folder in folders))
         raise UserError(
-            f"holds several data sets: {names}",
+            f"holds several data sets: {', '.join(folders)}",
             key=str(path),
             expected="one",
             hint="name one of its subfolders",
         )
-    _log.info("%s: the split %r is read, of %s", path, TRAIN, ", ".join(splits))
-    return chosen
+    _log.warning("%s: the split %r is read, %d of %d files", path, split, len(chosen), len(files))
+    return list(chosen)
 
 
-def _split(file: Path) -> str | None:
-    """The split that a file's name tells, or else a folder of it, the innermost first."""
-    for name in (file.stem, *(part.name for part in file.parents)):
-        words = re.split(r"[^a-z]+", name.lower())
+def _split(file: Path) -> tuple[str, Path] | None:
+    """The split that a folder or else the file is named after, and the folder that is in."""
+    for folder in file.parents:
+        if folder.name.lower() in SPLITS:
+            return SPLITS[folder.name.lower()], folder.parent
+    for part in (file.with_suffix(""), *file.parents):
+        words = re.split(r"[^a-z]+", part.name.lower())
         if found := [SPLITS[word] for word in words if word in SPLITS]:
-            return found[0]
+            return found[-1], part.parent
     return None
-
-
-def _above(file: Path) -> Path:
-    """The folder of a file, or the one above where it is named after a split."""
-    return file.parent.parent if file.parent.name.lower() in SPLITS else file.parent
 
 
 def _json_lines(file: Path) -> Iterator[FileRow]:

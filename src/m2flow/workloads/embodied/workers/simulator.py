@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from m2flow.environments.process import accelerator_bytes
-from m2flow.environments.registry import is_light
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Place, Worker, stage
 from m2flow.workloads.embodied.config import EnvironmentSection
@@ -67,13 +66,15 @@ class Simulator(Worker):
         return -(-self.rollouts // self.place.size)
 
     def _made(self, count: int) -> Any:
-        from m2flow.environments import make_environments
+        from m2flow.environments import Deadlines, make_environments
 
+        hung_after = self.environment.hung_after
         return make_environments(
             self.environment.name,
             count,
             processes=min(count, self._processes()),
             python=self.environment.python,
+            deadlines=None if hung_after is None else Deadlines(**hung_after),
             copy=False,  # the recordings copy what they are shown
             **self.environment.arguments,
         )
@@ -81,8 +82,7 @@ class Simulator(Worker):
     def _processes(self) -> int:
         if self.environment.processes is not None:
             return self.environment.processes
-        here = is_light(self.environment.name) and self.environment.python is None
-        return 0 if here else self.place.num_threads
+        return self.place.num_threads if self.environment.has_processes else 0
 
     @stage(sticky=True)
     def begin(self, rollouts: Batch) -> Batch:

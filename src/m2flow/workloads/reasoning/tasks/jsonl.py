@@ -14,6 +14,7 @@ from pathlib import Path
 
 from m2flow.errors import UserError
 from m2flow.workloads.reasoning.data import DEFAULT_TEMPLATE, OnBadRow, read_problems
+from m2flow.workloads.reasoning.rows import TO_HOLD_OUT
 from m2flow.workloads.reasoning.tasks.problem import Problem, generator
 
 _log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class Jsonl:
                     value=held_out_rows,
                     hint="give one of the two",
                 )
-            held_out = read(eval_path)
+            held_out = read(eval_path, splits=TO_HOLD_OUT)
         else:
             problems, held_out = _split(problems, held_out_rows, path)
         asked = {_question(problem) for problem in held_out}
