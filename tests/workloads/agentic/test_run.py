@@ -34,6 +34,7 @@ def test_four_steps_are_two_a_stop_and_two_more(tmp_path: Path) -> None:
     whole = train(RECIPE, run_dir=tmp_path / "whole")
     train(RECIPE, {"steps": 2}, run_dir=tmp_path / "parts")
     parts = train(RECIPE, run_dir=tmp_path / "parts", resume=True)
+    assert torch.get_num_threads() == 1, "each run begins with as many threads as the one before"
     ours, theirs = weights(whole), weights(parts)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():

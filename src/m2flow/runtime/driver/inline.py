@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
@@ -54,6 +54,7 @@ class InlineCarrier:
             offloaded as soon as it is loaded: nothing is resident there at the start.
         device: where tensors live.
         version: number of the weights that the run begins with.
+        on_close: called when all is closed.
 
     Attributes:
         state_bytes: what each worker's state takes, as the workers say after loading.
@@ -67,6 +68,7 @@ class InlineCarrier:
         num_threads: int = 1,
         device: str = "cpu",
         version: int = 0,
+        on_close: Callable[[], object] = lambda: None,
     ) -> None:
         for name, placement in plan.placements.items():
             if name in workers and len(placement.lanes) > 1:
@@ -75,7 +77,7 @@ class InlineCarrier:
                     key=name,
                     hint="use a plan with one lane, or run it on Ray",
                 )
-        self.graphs = graphs
+        self.graphs, self._on_close = graphs, on_close
         self._host = LaneHost(0, graphs, workers)
         self._host.versions = dict.fromkeys(workers, version)
         self._journal: JournalWriter | None = None
@@ -234,3 +236,4 @@ class InlineCarrier:
             worker.close()
         if self._journal is not None:
             self._journal.close()
+        self._on_close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -49,15 +50,18 @@ def run_on(flow: Flow, items_per_step: int, plan: Plan, pool: LanePool) -> Run:
 def in_this_process(
     methods: Methods, plans: Plans, flow: Flow, first_step: int, num_threads: int | None
 ) -> Run:
-    """The run of an eager plan: everything in this process."""
+    """The run of an eager plan: all in this process, which has as many threads afterwards."""
     import torch
 
     lane = plans.by_method[STEP].lanes[0]
     threads = num_threads or max(1, len(lane.cores))
     device = "cpu" if lane.kind == "cpu" else "cuda:0"
+    as_before = partial(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(threads)
     graphs, workers = methods.graphs, plans.placed(flow.workers)
-    carrier = InlineCarrier(graphs, plans.everything, workers, threads, device, first_step)
+    carrier = InlineCarrier(
+        graphs, plans.everything, workers, threads, device, first_step, on_close=as_before
+    )
     try:
         sized = plans.sized(carrier.state_bytes, graphs)
     except BaseException:
