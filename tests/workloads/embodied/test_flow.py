@@ -270,7 +270,7 @@ def test_deadlines_are_those_of_environments_and_hold_for_processes() -> None:
         recipe(environment={"name": COUNTING, "deadlines": {"step": 10}})
     for more in ({"processes": 2}, {"python": "/somewhere/python"}):
         made = recipe(environment={"name": COUNTING, "deadlines": {"step": 10}, **more})
-        assert made.environment.hung_after == {**asdict(Deadlines()), "step": 10}
+        assert made.environment.hung_after == replace(Deadlines(), step=10)
 
 
 def test_episodes_that_end_by_themselves() -> None:

@@ -6,7 +6,7 @@ Sizes are named for what they count. Nothing here imports torch or a simulator.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,9 @@ from m2flow.workloads.common.recipe import (
     Section,
     Share,
 )
+
+if TYPE_CHECKING:
+    from m2flow.environments.deadlines import Deadlines
 
 
 class DeadlinesPart(Section):
@@ -59,9 +62,11 @@ class EnvironmentSection(Section):
     deadlines: DeadlinesPart | None = None
 
     @property
-    def hung_after(self) -> dict[str, float] | None:
-        """The deadlines by name; None for the defaults of `m2flow.environments.Deadlines`."""
-        return None if self.deadlines is None else self.deadlines.model_dump()
+    def hung_after(self) -> Deadlines | None:
+        """When one of its processes counts as hung; None for what environments say themselves."""
+        from m2flow.environments.deadlines import Deadlines
+
+        return None if self.deadlines is None else Deadlines(**self.deadlines.model_dump())
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.environments import Deadlines, make_environments, rendering
 from m2flow.environments.demonstrations import read_demonstrations
-from m2flow.environments.registry import is_light, maker, variables_of
+from m2flow.environments.registry import maker, variables_of
 from m2flow.environments.spec import EnvironmentSpec
 from m2flow.environments.trial import made, try_out
 from m2flow.errors import UserError
@@ -242,7 +242,7 @@ def spec_of(recipe: EmbodiedRecipe) -> EnvironmentSpec:
     environment = made(section.name, maker(*simulated))
     if recipe.warmup.steps and recipe.warmup.data is None:
         expert_of(recipe, environment)
-    if is_light(section.name) and not section.processes:
+    if not section.has_processes:
         try_out(environment, section.name, min(recipe.deadline_seconds, Deadlines().reset))
     else:
         environment.close()
@@ -263,9 +263,12 @@ def _spec_elsewhere(recipe: EmbodiedRecipe, python: str) -> EnvironmentSpec:
             expected="warmup.data, or 0 beside environment.python",
         )
     section = recipe.environment
-    deadlines = None if section.hung_after is None else Deadlines(**section.hung_after)
     elsewhere = make_environments(
-        section.name, 1, processes=1, python=python, deadlines=deadlines, **section.arguments
+        *(section.name, 1),
+        processes=1,
+        python=python,
+        deadlines=section.hung_after,
+        **section.arguments,
     )
     elsewhere.close()
     return elsewhere.spec

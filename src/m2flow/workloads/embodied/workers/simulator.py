@@ -66,15 +66,14 @@ class Simulator(Worker):
         return -(-self.rollouts // self.place.size)
 
     def _made(self, count: int) -> Any:
-        from m2flow.environments import Deadlines, make_environments
+        from m2flow.environments import make_environments
 
-        hung_after = self.environment.hung_after
         return make_environments(
             self.environment.name,
             count,
             processes=min(count, self._processes()),
             python=self.environment.python,
-            deadlines=None if hung_after is None else Deadlines(**hung_after),
+            deadlines=self.environment.hung_after,
             copy=False,  # the recordings copy what they are shown
             **self.environment.arguments,
         )
