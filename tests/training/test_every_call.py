@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,19 @@ REPLICAS = {"one": ((0,),), "fsdp2": ((0, 1),), "embodied": ((0,),)}
 CALLS = {"one": 300, "fsdp2": 300, "embodied": 100}
 """At least so many system calls are seen, and a tenth of them leave another state."""
 
+SWITCH_SECONDS = 1.0
+
 LEARNERS: list[Any] = []
 """This lane's, from one call to the next."""
 
 
 def begin_on(groups: LaneGroups, layout: str, folder: Path, root: Path) -> int:
-    """Make a learner that has saved two steps; this lane's process."""
+    """Make a learner that has saved two steps; this lane's process.
+
+    A thread that waits for the interpreter wakes each 5 ms to ask for it, which is several calls.
+    While all are stopped at each call they would ask faster than anybody gets on.
+    """
+    sys.setswitchinterval(SWITCH_SECONDS)
     place: Any = Place(spill=root)
     if layout == "fsdp2":
         place = place_on(groups, REPLICAS[layout], root, layout)
