@@ -45,7 +45,8 @@ MEANING = {
     "`fsdpN`, `tpN`, `tpN.fsdpM`, `cpN` and, where it has experts, `epN` divide a `learner`, "
     "`critic` or `reference` over lanes, `fsdpN` a `reward_model`, `tpN` the heads of a "
     "`generator` or `judge`; N must divide the number of the worker's lanes, and for `tpN` that of "
-    "key-value heads. An eager run has none",
+    "key-value heads. The `learner` of an embodied run has `fsdpN`, where OpenVLA or OpenVLA-OFT "
+    "trains without adapters. An eager run has none",
     "reward": "what scores answers: a function by its dotted path, `my_module:my_function`, or "
     "one of `addition`, `code`, `format`, `gym`, `math`; or a list of tables with `function` and "
     "`weight`, whose weighted rewards add up. None: the task's own; `[]` where models alone judge",

@@ -84,7 +84,7 @@ ENDED_BY = {
     "training/checkpoint.py: _write_manifest": "the disk: files are read to their end",
     "training/trainer_state.py: _Writer.write_data": "the disk: files are written to their end",
     "workloads/agentic/endpoint/agents.py: Agents._work": THREAD,
-    "workloads/reasoning/workers/source.py: in_turn": "the launcher, by its deadline for loading",
+    "workloads/common/loading.py: in_turn": "the launcher, by its deadline for loading",
 }
 """`file: function` -> who ends the waits there."""
 

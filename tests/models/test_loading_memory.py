@@ -26,8 +26,9 @@ from m2flow.flow import Place
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import character_tokenizer
 from m2flow.runtime.transport.groups import LaneGroups
+from m2flow.workloads.common.loading import in_turn
 from m2flow.workloads.reasoning.workers import Generator, ModelSource
-from m2flow.workloads.reasoning.workers.source import divided, in_turn
+from m2flow.workloads.reasoning.workers.source import divided
 from tests.training.lane_processes import LaneProcesses
 from tests.training.test_sharded import FOUR, place_on
 

@@ -25,6 +25,7 @@ from m2flow.runtime.transport.groups import STORE, LaneGroups
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 TIMEOUT_SECONDS = 60.0
 SLOW_TO_IMPORT = [
+    "tests.training.first_import",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "transformers.models.qwen2.modeling_qwen2",

@@ -233,6 +233,13 @@ def test_a_lane_looks_for_a_file_that_is_cut_or_gone(tmp_path: Path) -> None:
         trainer_folder(path)
 
 
+def test_a_checkpoint_of_an_earlier_version_is_said_to_be_one(tmp_path: Path) -> None:
+    (checkpoint.begin(tmp_path, 1) / "trainer.safetensors").write_text("1")
+    path = checkpoint.commit(tmp_path, 1)
+    with pytest.raises(UserError, match=r"has no trainer.*an earlier version wrote it"):
+        trainer_folder(path)
+
+
 def test_latest_that_names_nothing_is_an_error_with_a_way_out(tmp_path: Path) -> None:
     put(tmp_path, 1)
     (tmp_path / "latest").unlink()

@@ -149,11 +149,12 @@ def trainer_folder(path: Path | str, part: str = "") -> Path:
         raise UserError(f"the checkpoint is not whole: {broken}", key=str(path))
     folder = path / part / TRAINER
     if not folder.is_dir():
+        of_another = "it is of a run with another algorithm"
         raise UserError(
-            f"the checkpoint has no {part}",
+            f"the checkpoint has no {part or TRAINER}",
             key=str(path),
             expected=str(folder),
-            hint="it is of a run with another algorithm",
+            hint=of_another if part else "an earlier version wrote it: go on with that one",
         )
     return folder
 

@@ -144,6 +144,13 @@ class SumOptimizer:
         for flat in self._flats:
             flat.zero_()
 
+    def zero_but(self, kept: Iterable[Tensor]) -> None:
+        """Forget the gradients accumulated so far of all parameters but these."""
+        ids = {id(parameter) for parameter in kept}
+        for number, (_, parameter) in enumerate(self._named):
+            if id(parameter) not in ids:
+                self._gradients[number].zero_()
+
     def release(self) -> None:
         """Let go of the parameters, so that another optimizer may own them."""
         for hook in self._hooks:

@@ -8,7 +8,8 @@ are replicas of each other do not meet in a pass: they may run different numbers
 their gradients once, at the optimizer step.
 
 Every pass is collective in the gang, so its lanes run equally many: one with fewer micro-batches
-runs empty ones. `WHOLE` stands for a model that one lane has all of: there, nothing here costs.
+runs others of which nothing is learned. `WHOLE` stands for a model that one lane has all of: there,
+nothing here costs.
 """
 
 from __future__ import annotations
@@ -106,6 +107,16 @@ class Shards:
             )
         else:
             _keep(model, self._mesh.device_type)
+
+    def enter_by(self, model: nn.Module, method: str) -> None:
+        """Have a method of a divided model gather what a call of the model itself would.
+
+        The model's blocks gather theirs when they are called.
+        """
+        if self.division.fsdp > 1:
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
+            register_fsdp_forward_method(model, method)
 
     def reshard(self, model: nn.Module) -> None:
         """Give up what a pass without a backward leaves gathered: it would be stale after a step.
@@ -228,6 +239,19 @@ class Shards:
         Collective in the gang. An item is asked for when it is its turn.
         """
         return chain(items, repeat(None, self._largest(len(items)) - len(items)))
+
+    def one_of(self, item: T | None) -> T | None:
+        """The item of this lane, or where it has none that of another; None where nobody has one.
+
+        Collective in the gang.
+        """
+        if self._mesh is None or not self._largest(int(item is None)):
+            return item
+        import torch.distributed as dist
+
+        told: list[T | None] = [None] * self.size
+        dist.all_gather_object(told, item, group=self._mesh.get_group("shard"))
+        return next((each for each in (item, *told) if each is not None), None)
 
     def sum_over_gang(self, tensors: Sequence[Tensor]) -> None:
         """Sum in place over the lanes of this gang. Collective."""
@@ -365,7 +389,7 @@ def _shard_blocks(model: nn.Module, mesh: DeviceMesh) -> None:
 
     # A critic's numbers are a view; nothing here writes into what a model gives.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
-    units = [*_blocks(model), model]
+    units = [*_blocks(model), *_of_another_dtype(model), model]
     # Gradients of 16-bit parameters are summed over the lanes in float32, as over passes.
     narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
@@ -388,8 +412,26 @@ def _keep(model: nn.Module, device: str) -> None:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: members of its outermost lists of modules."""
+    """The repeated blocks of a model: members of its outermost lists of modules.
+
+    So are those of a sequence of modules of one class, as timm has them.
+    """
     blocks: list[nn.Module] = []
     for child in model.children():
-        blocks += child if isinstance(child, nn.ModuleList) else _blocks(child)
+        repeated = isinstance(child, nn.ModuleList) or (
+            isinstance(child, nn.Sequential) and len({type(each) for each in child}) == 1
+        )
+        blocks += child.children() if repeated else _blocks(child)
     return blocks
+
+
+def _of_another_dtype(model: nn.Module) -> list[nn.Module]:
+    """Parts of a model whose weights differ in dtype from its first one's: a unit has one dtype."""
+    found: list[nn.Module] = []
+    first: torch.dtype | None = None
+    for child in model.children():
+        dtype = next((parameter.dtype for parameter in child.parameters()), None)
+        first = first or dtype
+        if dtype not in (None, first):
+            found.append(child)
+    return found

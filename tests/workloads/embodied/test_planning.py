@@ -97,6 +97,30 @@ def test_seven_billion_parameters_fit_an_accelerator(name: str) -> None:
     assert any("a step of" in line for line in work.assumptions)
 
 
+def test_seven_billion_trained_parameters_are_divided() -> None:
+    """In full they fit no accelerator alone; what is priced is what the learner declares."""
+    name, changes = "openvla-oft-grpo-libero-spatial", ("policy.lora_rank=0",)
+    work = priced(name, *changes)
+    recipe: Any = read_recipe(RECIPES / f"{name}.yaml", list(changes))
+    declared = recipe_flow(recipe).learner.layouts("gpu", 8)
+    states, training = work.workers["learner"].states, work.stages["learner.train"].layouts
+    assert [one.name for one in declared] == ["one", *(f"fsdp{n}" for n in range(2, 9))]
+    assert [one for one, _ in states] == [one.layout for one in training]
+    assert {one.name for one, _ in states} == {"one", "fsdp2", "fsdp4", "fsdp8"}
+    held = {one.name: total(size) for one, size in states}
+    assert held["one"] == pytest.approx(18 * 7_541_237_184)
+    assert held["fsdp8"] == pytest.approx(held["one"] / 8)
+    fits = [
+        one.layout.name
+        for one in training
+        if held[one.layout.name] + total(one.working_bytes(64)) < H100.usable_bytes
+    ]
+    assert fits == ["fsdp4", "fsdp8"]
+    seconds = {one.layout.name: one.call(512).on(H100) for one in training}
+    assert 1 < seconds["fsdp4"] / (seconds["one"] / 4) < 2
+    assert len(priced(name).stages["learner.train"].layouts) == 1, "adapters stay on a lane"
+
+
 def test_pi0_fits_where_it_is_trained_alone() -> None:
     work = priced("pi0-ppo-libero-spatial")
     (training,) = work.stages["learner.train"].layouts

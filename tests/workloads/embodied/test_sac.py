@@ -22,8 +22,7 @@ from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 from m2flow.workloads.embodied.replay import Replay, Transitions, transitions_of
-from m2flow.workloads.embodied.soft_update import SoftUpdate
-from m2flow.workloads.embodied.workers.learner import TRAINER
+from m2flow.workloads.embodied.soft_update import STATE, SoftUpdate
 
 HERE = Path(__file__).parent
 
@@ -256,7 +255,7 @@ def test_four_steps_are_two_a_stop_and_two_more(tmp_path: Path) -> None:
     whole = train(SMALL, run_dir=tmp_path / "whole")
     train(SMALL, {"steps": 2}, run_dir=tmp_path / "parts")
     parts = train(SMALL, run_dir=tmp_path / "parts", resume=True)
-    for file in ("policy.safetensors", TRAINER):
+    for file in ("policy.safetensors", f"trainer/{STATE}"):
         ours, theirs = (load_file(run / "checkpoints" / "latest" / file) for run in (whole, parts))
         assert ours.keys() == theirs.keys()
         for name, tensor in ours.items():

@@ -31,6 +31,9 @@ GEMMA_2B: Mapping[str, Any] = {
 PATCHES, PROMPT_TOKENS = 256, 30
 """Of a picture of 224 pixels in patches of 14; of an instruction with its template."""
 
+PROJECTOR = 71_385_600
+"""Parameters of OpenVLA's, between its towers and its decoder."""
+
 ACTION_SIZE = 7
 """Of an arm with a gripper."""
 
@@ -42,6 +45,7 @@ class Body:
     Attributes:
         text: its decoder, which reads `tokens` of each observation at once.
         vision: parameters of towers and projector; a picture's patches pass through them.
+        projector: parameters of that alone, where they are counted by themselves.
         widths: of the residual streams of the towers, summed over their layers.
         pictures: of an observation.
         tokens: of an observation, those of a chunk that is decoded in parallel too.
@@ -58,6 +62,7 @@ class Body:
     expert: float = 0.0
     denoising: int = 0
     moved: int = 0
+    projector: float = 0.0
 
     @property
     def parameters(self) -> float:
@@ -84,7 +89,8 @@ def body_of(recipe: EmbodiedRecipe, model: str | Path | None) -> Body:
     seen = PATCHES * pictures + PROMPT_TOKENS + policy.proprioception
     if policy.kind in IN_BLOCKS:
         shape = model_from_config({**LLAMA_2, **raw.get("text_config", {})}, "openvla")
-        body = Body(shape, 802_297_280, 24 * 1024 + 27 * 1152, pictures, seen)
+        widths = 24 * 1024 + 27 * 1152
+        body = Body(shape, 802_297_280, widths, pictures, seen, projector=PROJECTOR)
         if policy.kind == "openvla":
             body = replace(body, decoded=ACTION_SIZE - 1)
         else:
@@ -100,7 +106,9 @@ def body_of(recipe: EmbodiedRecipe, model: str | Path | None) -> Body:
     if source == TINY:
         small = replace(shape, name=TINY, layers=2, hidden=64, intermediate=128, vocabulary=300,
                         heads=4, kv_heads=4, head_dim=16)  # fmt: skip
-        return replace(body, text=small, vision=1e5, widths=256, expert=body.expert and 1e5)
+        return replace(
+            body, text=small, vision=1e5, widths=256, projector=0.0, expert=body.expert and 1e5
+        )
     return body
 
 

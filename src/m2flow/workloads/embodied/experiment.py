@@ -223,7 +223,7 @@ class EmbodiedExperiment:
         """Write a checkpoint of the policy and its trainer."""
         checkpoint.sweep(checkpoints)
         keep = self.recipe.checkpoint.keep
-        run.worker_call("learner", "save_checkpoint", str(checkpoints), step, keep)
+        run.worker_call_everywhere("learner", "save_checkpoint", str(checkpoints), step, keep)
 
 
 def spec_of(recipe: EmbodiedRecipe) -> EnvironmentSpec:

@@ -4,6 +4,9 @@ Which mini-batch a turn belongs to follows from its rollout's number, its place 
 the pass, and never from the lane that holds it. Gradients and denominators are summed over all
 lanes before each optimizer step. So placement changes the result by rounding at most.
 
+Of a policy that is divided over a gang each pass is collective: a lane without a micro-batch of its
+own goes through one turn, of which nothing is learned.
+
 Legend: T turns.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -23,10 +27,14 @@ from m2flow.models.policies.actor_critic import ReturnScale
 from m2flow.models.policies.protocol import Policy
 from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
 from m2flow.training.schedule import Schedule
+from m2flow.training.sharded import WHOLE, Shards
 from m2flow.training.skipping import Skips
+from m2flow.training.trainer_state import SavedState, write
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.objective import SUMS, wanted
 from m2flow.workloads.embodied.turns import Examples, TrainingTurns, turns_of
+
+FIRST = torch.tensor([0])
 
 
 def optimizer_config(recipe: EmbodiedRecipe) -> AdamWConfig:
@@ -47,10 +55,11 @@ class PolicyUpdate:
     Args:
         policy: trained in place.
         recipe: loss, passes, optimizer.
+        shards: how the policy is divided, which it has been already.
     """
 
-    def __init__(self, policy: Policy, recipe: EmbodiedRecipe) -> None:
-        self.policy, self.recipe = policy, recipe
+    def __init__(self, policy: Policy, recipe: EmbodiedRecipe, shards: Shards = WHOLE) -> None:
+        self.policy, self.recipe, self._shards = policy, recipe, shards
         critic = set(policy.critic_parameters())
         self._critic_steps = (
             recipe.algorithm.value_warmup_steps * recipe.update.epochs * recipe.update.minibatches
@@ -59,7 +68,9 @@ class PolicyUpdate:
             one: self._critic_steps for one in policy.parameters() if one not in critic
         }
         config = optimizer_config(recipe)
-        self.optimizer = SumOptimizer(policy.named_parameters(), config, first_after=first_after)
+        self.optimizer = SumOptimizer(
+            policy.named_parameters(), config, shards, first_after=first_after
+        )
         self.skips = Skips(recipe.max_skipped_updates)
 
     def run(self, rollouts: Batch | None, all_reduce: AllReduce | None) -> dict[str, float]:
@@ -84,16 +95,23 @@ class PolicyUpdate:
             by_episode = algorithm.aggregation == "sequence-mean-token-mean"
             examples = turns.examples(algorithm.level, scale, by_episode=by_episode)
         counted = _counted_in_a_turn(examples, all_reduce)
+        spare = self._spare(examples)
         found: list[dict[str, float]] = []
         for epoch in range(update.epochs):
             members = None if turns is None else self._members(turns, version, epoch)
             for number in range(update.minibatches):
-                sums = None
-                if examples is not None and members is not None:
-                    for index in members[number].split(update.turns_per_microbatch):
-                        if index.numel():
-                            added = self._learn(examples.rows(index, device), scale, counted)
-                            sums = added if sums is None else sums + added
+                sums, mine = None, []
+                if members is not None:
+                    parts = members[number].split(update.turns_per_microbatch)
+                    mine = [index for index in parts if index.numel()]
+                for index in self._shards.padded(mine):
+                    if index is None:
+                        assert spare is not None, "nobody has a turn"
+                        self._pass_through(spare.rows(FIRST, device))
+                        continue
+                    assert examples is not None
+                    added = self._learn(examples.rows(index, device), scale, counted)
+                    sums = added if sums is None else sums + added
                 if sums is None:
                     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
                 found.append(self.skips.figures(partial(self._step, sums, all_reduce)))
@@ -112,8 +130,17 @@ class PolicyUpdate:
         """Bytes of what the first step will make."""
         return self.optimizer.bytes_to_come()
 
+    def write(self, folder: Path) -> None:
+        """Write what a run needs to go on, beside the policy's weights, each lane its parts."""
+        write(folder, self.optimizer.parts(), self._shards.group)
+
+    def read(self, folder: Path) -> None:
+        """Go on from what was written, whatever the policy was divided over."""
+        saved = SavedState(folder)
+        self.optimizer.load(saved.names, saved.read)
+
     def state_items(self) -> Iterator[tuple[str, Tensor]]:
-        """All that a run needs to go on, beside the policy's weights."""
+        """What `write` writes, as whole tensors; collective in a gang."""
         return self.optimizer.state_items()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -135,11 +162,29 @@ class PolicyUpdate:
         pull(asked.logprobs_TKD, asked.entropy_TKD, asked.values_T)
         return asked.sums
 
+    def _spare(self, examples: Examples | None) -> Examples | None:
+        """A turn for passes without one of the lane's own; None where no lane of a gang has any."""
+        if self._shards.size == 1:
+            return None
+        mine = None if examples is None else examples.rows(FIRST, torch.device("cpu"))
+        return self._shards.one_of(mine)
+
+    def _pass_through(self, some: Examples) -> None:
+        """Gather and sum what the other lanes of the gang do, and learn nothing."""
+        judged, pull = self.policy.judge(some.observations, some.tokens_TKD)
+        logprobs_TKD, values_T = judged.logprobs, judged.values
+        pull(
+            torch.zeros_like(logprobs_TKD),
+            None,
+            None if values_T is None else torch.zeros_like(values_T),
+        )
+
     def _step(self, sums: Tensor, all_reduce: AllReduce | None) -> dict[str, float]:
         """One optimizer step; its figures, of which a mini-batch without a turn has few."""
-        if self._critic_alone:
-            self._let_the_policy_stand()
-        step = self.optimizer.step(sums, SUMS.index("denominator"), all_reduce)
+        if self._critic_alone:  # of all that an action depends on, the gradient is dropped
+            self.optimizer.zero_but(self.policy.critic_parameters())
+        of_wholes = all_reduce if self._shards.size == 1 else None
+        step = self.optimizer.step(sums, SUMS.index("denominator"), of_wholes)
         totals = dict(zip(SUMS, step.sums.tolist(), strict=True))
         count, turns = totals["counted"], totals["turns"]
         found = {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate, "turns": turns}
@@ -161,13 +206,6 @@ class PolicyUpdate:
     def _critic_alone(self) -> bool:
         """Whether the run is in the steps in which the critic alone learns."""
         return self.optimizer.num_steps < self._critic_steps
-
-    def _let_the_policy_stand(self) -> None:
-        """Drop the gradient of all that an action's probability depends on."""
-        critic = {id(parameter) for parameter in self.policy.critic_parameters()}
-        for parameter in self.policy.parameters():
-            if parameter.grad is not None and id(parameter) not in critic:
-                parameter.grad.zero_()
 
     def _scale(self) -> float:
         """What returns are divided by in the loss: a critic learns shares of it."""

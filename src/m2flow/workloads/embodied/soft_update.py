@@ -14,8 +14,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -36,6 +38,8 @@ FIGURES = (
     "loss", "value_loss", "entropy", "temperature", "q", "grad_norm", "critic_grad_norm",
     "learning_rate",
 )  # fmt: skip
+
+STATE = "state.safetensors"
 
 Step = Callable[[Transitions, list[int], AllReduce | None], dict[str, float]]
 """Takes an optimizer step on a batch, with the seeds of its rows; its figures."""
@@ -208,6 +212,16 @@ class SoftUpdate:
     def bytes_to_come(self) -> int:
         """Bytes of what the first update will make."""
         return self.actor_optimizer.bytes_to_come() + self.critic_optimizer.bytes_to_come()
+
+    def write(self, folder: Path) -> None:
+        """Write what a run needs to go on, beside the policy's weights."""
+        folder.mkdir()
+        state = {name: x.contiguous() for name, x in self.state_items()}
+        save_file(state, folder / STATE)
+
+    def read(self, folder: Path) -> None:
+        """Go on from what was written."""
+        self.load_state_dict(load_file(folder / STATE))
 
     def state_items(self) -> Iterator[tuple[str, Tensor]]:
         """All that a run needs to go on, beside the policy's weights."""

@@ -8,7 +8,7 @@ accelerator draws; each is told as an assumption. A run measures both, and its p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
@@ -16,6 +16,7 @@ from m2flow.flow.worker import ONE_LANE
 from m2flow.models.shape import WEIGHT_BYTES
 from m2flow.models.work import (
     ADAM_BYTES,
+    GRADIENT_BYTES,
     LAYER_CHANNELS,
     LAYER_HIDDEN,
     RATES,
@@ -27,7 +28,17 @@ from m2flow.models.work import (
 )
 from m2flow.plan.profile import Quantiles
 from m2flow.plan.profile.hardware import Device
-from m2flow.plan.profile.work import FlowWork, Held, LayoutWork, Pricer, StageWork, Work, WorkerWork
+from m2flow.plan.profile.work import (
+    FlowWork,
+    Held,
+    LayoutWork,
+    Pricer,
+    StageWork,
+    Work,
+    WorkerWork,
+    rising,
+)
+from m2flow.training.division import Division
 from m2flow.workloads.common.workload import Assumed
 from m2flow.workloads.embodied.bodies import PATCHES, Body, body_of
 from m2flow.workloads.embodied.config import (
@@ -35,6 +46,7 @@ from m2flow.workloads.embodied.config import (
     VISION_LANGUAGE_ACTION,
     EmbodiedRecipe,
 )
+from m2flow.workloads.embodied.workers.learner import in_shards, is_divided
 
 CALL_SECONDS = 1e-3
 """Of a call, beside what it computes."""
@@ -110,19 +122,21 @@ def prices(recipe: EmbodiedRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer
     body = None
     if recipe.policy.kind in VISION_LANGUAGE_ACTION:
         body = body_of(recipe, assumed.model)
-    return lambda device, _lanes: EmbodiedRecipeWork(recipe, SIMULATORS[family], body, device).work(
+    simulating = SIMULATORS[family]
+    return lambda device, lanes: EmbodiedRecipeWork(recipe, simulating, body, device, lanes).work(
         graph
     )
 
 
 @dataclass(frozen=True)
 class EmbodiedRecipeWork:
-    """A recipe's sizes, and one kind of lane."""
+    """A recipe's sizes, and how many lanes of a kind there are."""
 
     recipe: EmbodiedRecipe
     simulating: Simulating
     body: Body | None
     device: Device
+    lanes: int
 
     def work(self, graph: FlowGraph) -> FlowWork:
         model = self.recipe.policy.kind if self.body is None else self.body.text.name
@@ -209,12 +223,7 @@ class EmbodiedRecipeWork:
                 looking = LayoutWork(call=self._looking, working_bytes=self._acting_bytes)
                 return StageWork((looking,), whole)
             case "train":
-                training = LayoutWork(
-                    call=self._learning,
-                    finish=self._update,
-                    working_bytes=lambda _n: self._training_bytes(),
-                )
-                return StageWork((training,), 256.0)
+                return StageWork(tuple(map(self._training, self._divisions)), 256.0)
         return StageWork((LayoutWork(call=lambda n: Work(seconds=CALL_SECONDS + 1e-5 * n)),), whole)
 
     def _simulated(self, seconds: float) -> LayoutWork:
@@ -253,6 +262,20 @@ class EmbodiedRecipeWork:
     # --- training ---------------------------------------------------------------------------------
 
     @property
+    def _divisions(self) -> list[Division]:
+        """How the trained policy can be divided."""
+        most = self.lanes if is_divided(self.recipe) else 1
+        return [Division(fsdp=n) for n in rising(most)]
+
+    def _training(self, division: Division) -> LayoutWork:
+        return LayoutWork(
+            in_shards(division),
+            lambda n: self._learning(n, division),
+            lambda replicas: self._update(division, replicas),
+            lambda _n: self._training_bytes(division),
+        )
+
+    @property
     def _again(self) -> bool:
         """Whether activations are computed again."""
         in_blocks = self.recipe.policy.kind in IN_BLOCKS
@@ -267,9 +290,10 @@ class EmbodiedRecipeWork:
         beside = self.body.parameters / self.body.text.parameters
         return self.body.text.adapter_parameters(rank) * beside
 
-    def _learning(self, rollouts: int) -> Work:
+    def _learning(self, rollouts: int, division: Division) -> Work:
         """All passes over rollouts, which m2flow makes when the step's are all there."""
         recipe = self.recipe
+        rollouts = ceil(rollouts / division.fsdp)  # of a lane, which has whole ones
         turns = float(rollouts * self._turns * recipe.update.epochs)
         if recipe.algorithm.name == "sac":
             steps = recipe.replay.updates * recipe.replay.batch_size
@@ -280,9 +304,23 @@ class EmbodiedRecipeWork:
         passes = 1.0 + (1.0 if recipe.policy.lora_rank else 2.0)
         passes += RECOMPUTED_FORWARD if self._again else 0.0
         flops = turns * passes * self.body.forward_flops()
-        return Work(flops, arithmetic=RATES.training, seconds=CALL_SECONDS)
+        rounds = turns / recipe.update.turns_per_microbatch
+        return Work(
+            flops,
+            sent_bytes=rounds * self._gathered_and_scattered(division),
+            span=division.fsdp,
+            overlapped=True,
+            arithmetic=RATES.training,
+            seconds=CALL_SECONDS,
+        )
 
-    def _update(self, replicas: int) -> Work:
+    def _gathered_and_scattered(self, division: Division) -> float:
+        """Bytes that a lane sends for a micro-batch: weights for two passes, float32 gradients."""
+        assert self.body is not None
+        weights = ring_bytes(self._number * self.body.parameters, division.fsdp)
+        return weights + ring_bytes(GRADIENT_BYTES * self.body.parameters, division.fsdp) / 2
+
+    def _update(self, division: Division, replicas: int) -> Work:
         """What optimizer steps take beside the passes."""
         recipe = self.recipe
         steps = recipe.update.epochs * recipe.update.minibatches
@@ -291,24 +329,41 @@ class EmbodiedRecipeWork:
         if self.body is None:
             messages = float(steps * (replicas > 1))
             return Work(messages=messages, span=replicas, seconds=steps * MINIBATCH_SECONDS)
+        own = self._trained / division.fsdp
         return Work(
-            read_bytes=steps * 2 * ADAM_BYTES * self._trained,
-            sent_bytes=ring_bytes(4 * self._trained, replicas) * steps,
-            span=replicas,
+            read_bytes=steps * 2 * ADAM_BYTES * own,
+            sent_bytes=ring_bytes(GRADIENT_BYTES * own, replicas) * steps,
+            span=division.fsdp * replicas,
             bandwidth=RATES.decode_bandwidth,
+            then=self._begun(division),
         )
 
-    def _training_bytes(self) -> Held:
+    def _begun(self, division: Division) -> tuple[Work, ...]:
+        """What shards take of micro-batches that are not full: one for each optimizer step."""
+        if division.fsdp == 1:
+            return ()
+        steps = self.recipe.update.epochs * self.recipe.update.minibatches
+        sent = steps * self._gathered_and_scattered(division)
+        return (Work(sent_bytes=sent, span=division.fsdp),)
+
+    def _training_bytes(self, division: Division) -> Held:
         if self.body is None:
             return 0.0
         body, turns = self.body, self.recipe.update.turns_per_microbatch
         text = turns * body.tokens * body.text.hidden
         towers = turns * body.pictures * PATCHES * body.widths
         wide = self._number / 2
-        if not self._again:
-            return {"activations": SMALL_LAYER_BYTES * wide * (text * body.text.layers + towers)}
-        block = text * (SMALL_LAYER_BYTES + 5 * body.text.intermediate / body.text.hidden)
-        return {"activations": wide * (2 * (text * body.text.layers + towers) + block)}
+        kept = SMALL_LAYER_BYTES * (text * body.text.layers + towers)
+        if self._again:
+            block = text * (SMALL_LAYER_BYTES + 5 * body.text.intermediate / body.text.hidden)
+            kept = 2 * (text * body.text.layers + towers) + block
+        found = {"activations": wide * kept}
+        if division.fsdp > 1:  # two blocks, and what stands outside of them with its gradients
+            outside = 2 * body.text.vocabulary * body.text.hidden + body.projector
+            inside = (body.parameters - outside) / body.text.layers
+            found["gathered weights"] = self._number * (2 * inside + 2 * outside)
+            found["scattered gradients"] = GRADIENT_BYTES * outside
+        return found
 
     def _worker(self, name: str) -> WorkerWork:
         if name == "simulator":
@@ -330,6 +385,8 @@ class EmbodiedRecipeWork:
             }
             return WorkerWork([(ONE_LANE, held)], weights)
         each = trained_bytes(self._number)
-        return WorkerWork(
-            [(ONE_LANE, {what: size * self._trained for what, size in each.items()})], weights
-        )
+        states = [
+            (in_shards(one), {what: n * self._trained / one.fsdp for what, n in each.items()})
+            for one in self._divisions
+        ]
+        return WorkerWork(states, weights)

@@ -104,38 +104,55 @@ def build_empty(config: VLAConfig) -> OpenVLA:
         return OpenVLA(config)
 
 
-def published_weights(model: OpenVLA) -> dict[str, Tensor]:
-    """Return the weights under their published names, with LoRA adapters added in."""
+def published_weights(
+    model: OpenVLA, held: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Return the weights under their published names, with LoRA adapters added in.
+
+    Args:
+        model: the network.
+        held: copies of its weights, in place of its own: whole, where it is divided.
+    """
     adapted = {
         name: module for name, module in model.named_modules() if hasattr(module, "base_layer")
     }
     weights = {}
-    for name, weight in model.state_dict().items():
+    for name, weight in (model.state_dict() if held is None else held).items():
         owner, _, rest = name.partition(".base_layer.")
         if rest:
             if rest == "weight":
-                weight = weight + adapted[owner].get_delta_weight("default").to(weight.dtype)
+                weight = weight + adapted[owner].get_delta_weight("default").to(weight)
             weights[f"{owner}.{rest}"] = weight
         elif ".lora_" not in name:
             weights[name] = weight
     return weights
 
 
-def save_policy(policy: VLAPolicy, folder: str | Path) -> None:
-    """Write a policy as a checkpoint folder that `load_openvla` and `load_openvla_oft` read."""
+def save_policy(
+    policy: VLAPolicy, folder: str | Path, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write a policy as a checkpoint folder that `load_openvla` and `load_openvla_oft` read.
+
+    Args:
+        policy: with its tokenizer and configuration.
+        folder: where to.
+        weights: copies of the policy's, in place of its own: whole, where it is divided.
+    """
     from safetensors.torch import save_file
+
+    held = dict(policy.state_dict()) if weights is None else weights
+
+    def part(name: str) -> dict[str, Tensor]:
+        start = f"{name}."
+        return {k.removeprefix(start): x for k, x in held.items() if k.startswith(start)}
 
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    _save_sharded(published_weights(policy.model), path)
-    heads = {
-        "value_head": policy.value_head,
-        "proprio_projector": policy.proprio_projector,
-        "action_head": getattr(policy, "l1_head", None),
-    }
-    for name, head in heads.items():
-        if head is not None:
-            tensors = {key: value.contiguous() for key, value in head.state_dict().items()}
+    _save_sharded(published_weights(policy.model, part("model")), path)
+    heads = {"value_head": "value_head", "proprio_projector": "proprio_projector",
+             "action_head": "l1_head"}  # fmt: skip
+    for name, attribute in heads.items():
+        if tensors := {key: value.contiguous() for key, value in part(attribute).items()}:
             save_file(tensors, path / f"{name}.safetensors", metadata={"format": "pt"})
     (path / "tokenizer.json").write_text(policy.tokenizer.json, encoding="utf-8")
     # Last: a folder without config.json is no model folder, so half a checkpoint is not read.

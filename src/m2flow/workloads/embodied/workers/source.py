@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from m2flow.environments.spec import EnvironmentSpec
 from m2flow.errors import UserError
-from m2flow.workloads.embodied.config import VISION_LANGUAGE_ACTION, PolicySection
+from m2flow.workloads.embodied.config import TINY, VISION_LANGUAGE_ACTION, PolicySection
 
 if TYPE_CHECKING:
     from m2flow.models.policies.protocol import Policy
@@ -60,6 +60,20 @@ class PolicySource:
                     hint="train with the recipe that it was made by",
                 ) from error
         return policy.to(device).eval()
+
+    def is_copied(self, device: str) -> bool:
+        """Whether the policy takes host memory of its own as it is loaded, for whatever device.
+
+        So do weights that a run has written, which are copied into it.
+        """
+        if self.model is None or self.model == TINY:
+            return False
+        import torch
+
+        from m2flow.models.folder import is_copied
+
+        dtype: torch.dtype = getattr(torch, self.section.dtype)
+        return self.folder is not None or is_copied(self.model, dtype)
 
     def set_threads(self, given: int) -> None:
         """Have torch use so many threads on this one; a network of a state is slower on several."""

@@ -11,6 +11,7 @@ from m2flow.flow import Batch, Layout, Place, Worker, stage
 from m2flow.flow.worker import ONE_LANE
 from m2flow.generation.supported import ENGINES
 from m2flow.plan.profile.hardware import USABLE_MEMORY
+from m2flow.workloads.common.loading import in_turn
 from m2flow.workloads.reasoning.config import CACHE_SHARE
 from m2flow.workloads.reasoning.supported import is_divided, key_value_heads
 from m2flow.workloads.reasoning.workers.drawing import Drawing
@@ -20,7 +21,6 @@ from m2flow.workloads.reasoning.workers.source import (
     ModelSource,
     by_heads,
     dtype_on,
-    in_turn,
 )
 
 if TYPE_CHECKING:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +11,7 @@ from m2flow.flow import Layout, Place, Worker
 from m2flow.flow.worker import ONE_LANE
 from m2flow.models.shape import ModelShape
 from m2flow.training.division import Division
+from m2flow.workloads.common.loading import in_turn
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.supported import known_shape
 
@@ -51,6 +49,12 @@ class ModelSource:
         from m2flow.models.critic import load_critic
 
         return _placed(load_critic, self, device, stays=stays)
+
+    def is_copied(self, device: str) -> bool:
+        """Whether files have another dtype than is loaded, or the experts of a mixture singly."""
+        from m2flow.models.folder import is_copied
+
+        return is_copied(self.path, dtype_on(self.dtype, device))
 
     def load_classifier(self, device: str, *, stays: bool = True) -> Any:
         """The sequence classifier there; arguments are those of `load`."""
@@ -137,35 +141,6 @@ def _placed(load: Callable[..., Any], source: ModelSource, device: str, *, stays
     own_memory = stays and on_host
     model = load(source.path, dtype_on(source.dtype, device), own_memory=own_memory)
     return model if on_host else model.to(device)
-
-
-@contextmanager
-def in_turn(place: Place, source: ModelSource) -> Iterator[None]:
-    """Within, no other lane of this machine has a copy of a model on its way to where it stays.
-
-    Lanes wait for each other only where loading makes copies (`m2flow.models.folder.is_copied`):
-    pages of files are shared. Nothing within may be collective, and what was loaded there must be
-    on the device, in shards or in an engine at the end.
-
-    Args:
-        place: where the worker stands.
-        source: where its model comes from.
-    """
-    from m2flow.models.folder import is_copied
-    from m2flow.runtime.lane.state import return_free_memory
-
-    if place.spill is None or not is_copied(source.path, dtype_on(source.dtype, place.device)):
-        yield
-        return
-    place.spill.mkdir(parents=True, exist_ok=True)
-    folder = os.open(place.spill, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)  # the system gives it back for a process that is killed
-        yield
-        return_free_memory()
-    finally:
-        fcntl.flock(folder, fcntl.LOCK_UN)  # also where a process that was forked within has it
-        os.close(folder)
 
 
 def dtype_on(name: str, device: str) -> torch.dtype:
