@@ -1,8 +1,8 @@
 """Virtual environments of the peers: made on first use in folders that git ignores, then reused.
 
 TRL has one of its own, and so have the tables of aiconfigurator, which need no torch.
-Stable-Baselines3 needs no other version of anything that is here: its environment adds it to the
-packages of this one.
+Stable-Baselines3 and simulators need no other version of anything that is here: their environments
+add them to the packages of this one.
 """
 
 from __future__ import annotations
@@ -40,20 +40,29 @@ def aiconfigurator_python(folder: Path) -> Path:
 
 def sb3_python(folder: Path) -> Path:
     """The interpreter of an environment that has Stable-Baselines3 and all that is here."""
-    python = _python(
-        folder, "Stable-Baselines3", ["--no-deps", f"stable-baselines3=={SB3_VERSION}"]
+    wanted = ["--no-deps", f"stable-baselines3=={SB3_VERSION}"]
+    return _python(folder, "Stable-Baselines3", wanted, on_top=True)
+
+
+def simulators_python(folder: Path) -> Path:
+    """The interpreter of an environment in which all recipes run that learn on two cores."""
+    root = Path(__file__).parents[2]
+    wanted = ["-e", f"{root}[metaworld,vla]", "gymnasium[classic-control]"]
+    return _python(
+        folder, "simulators", [*wanted, "-c", str(root / "constraints.txt")], on_top=True
     )
-    (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "all_that_is_here.pth").write_text("\n".join(site.getsitepackages()) + "\n")
-    return python
 
 
-def _python(folder: Path, name: str, wanted: list[str]) -> Path:
+def _python(folder: Path, name: str, wanted: list[str], *, on_top: bool = False) -> Path:
+    """With `on_top` it has all packages of the environment that asks, too."""
     python, done = folder / "bin" / "python", folder / "requirements.txt"
     lines = "\n".join(wanted) + "\n"
     if not done.exists() or done.read_text() != lines:
         print(f"making the environment of {name} in {folder} (once)", file=sys.stderr)
         venv.create(folder, with_pip=True, clear=True)
+        if on_top:
+            (packages,) = folder.glob("lib/python*/site-packages")
+            (packages / "all_that_is_here.pth").write_text("\n".join(site.getsitepackages()) + "\n")
         subprocess.run(
             [str(python), "-m", "pip", "install", "-qq", *wanted], check=True, stdout=sys.stderr
         )
