@@ -49,6 +49,10 @@ class SharedHandle(NamedTuple):
         return cls._make(pickle.loads(data))
 
 
+MAPPED_MEANWHILE = 4
+"""Files that are mapped before those that were unlinked are looked for again."""
+
+
 class SharedReader:
     """Maps files once, and reads values as views of them."""
 
@@ -96,9 +100,10 @@ class SharedReader:
             return self._mappings[segment][0]
 
     def _let_go_of_unlinked(self) -> None:
-        """Drop mappings of files that the owner has unlinked.
+        """Drop mappings of files that the owner has unlinked, such as those of lanes that are gone.
 
-        They are looked for when there are twice as many mappings as after the last time.
+        They are looked for when there are `MAPPED_MEANWHILE` more mappings than after the last
+        time: twice as many would let those of lost lanes add up.
         """
         if len(self._mappings) < self._look_at:
             return
@@ -106,7 +111,7 @@ class SharedReader:
             if os.fstat(descriptor).st_nlink == 0:
                 os.close(descriptor)
                 del self._mappings[segment]
-        self._look_at = 2 * len(self._mappings)
+        self._look_at = len(self._mappings) + MAPPED_MEANWHILE
 
 
 def _let_go(mapping: mmap.mmap, flag: int, turn: int, process: int) -> None:
