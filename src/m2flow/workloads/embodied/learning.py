@@ -25,11 +25,11 @@ from m2flow.algorithms.sampling import derive_seed, uniform
 from m2flow.flow import Batch
 from m2flow.models.policies.actor_critic import ReturnScale
 from m2flow.models.policies.protocol import Policy
+from m2flow.training import trainer_state
 from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
 from m2flow.training.schedule import Schedule
 from m2flow.training.sharded import WHOLE, Shards
 from m2flow.training.skipping import Skips
-from m2flow.training.trainer_state import SavedState, write
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.objective import SUMS, wanted
 from m2flow.workloads.embodied.turns import Examples, TrainingTurns, turns_of
@@ -95,7 +95,7 @@ class PolicyUpdate:
             by_episode = algorithm.aggregation == "sequence-mean-token-mean"
             examples = turns.examples(algorithm.level, scale, by_episode=by_episode)
         counted = _counted_in_a_turn(examples, all_reduce)
-        spare = self._spare(examples)
+        stand_in = self._stand_in(examples)
         found: list[dict[str, float]] = []
         for epoch in range(update.epochs):
             members = None if turns is None else self._members(turns, version, epoch)
@@ -106,8 +106,8 @@ class PolicyUpdate:
                     mine = [index for index in parts if index.numel()]
                 for index in self._shards.padded(mine):
                     if index is None:
-                        assert spare is not None, "nobody has a turn"
-                        self._pass_through(spare.rows(FIRST, device))
+                        assert stand_in is not None, "nobody has a turn"
+                        self._pass_through(stand_in.rows(FIRST, device))
                         continue
                     assert examples is not None
                     added = self._learn(examples.rows(index, device), scale, counted)
@@ -132,11 +132,11 @@ class PolicyUpdate:
 
     def write(self, folder: Path) -> None:
         """Write what a run needs to go on, beside the policy's weights, each lane its parts."""
-        write(folder, self.optimizer.parts(), self._shards.group)
+        trainer_state.write(folder, self.optimizer.parts(), self._shards.group)
 
     def read(self, folder: Path) -> None:
         """Go on from what was written, whatever the policy was divided over."""
-        saved = SavedState(folder)
+        saved = trainer_state.SavedState(folder)
         self.optimizer.load(saved.names, saved.read)
 
     def state_items(self) -> Iterator[tuple[str, Tensor]]:
@@ -162,7 +162,7 @@ class PolicyUpdate:
         pull(asked.logprobs_TKD, asked.entropy_TKD, asked.values_T)
         return asked.sums
 
-    def _spare(self, examples: Examples | None) -> Examples | None:
+    def _stand_in(self, examples: Examples | None) -> Examples | None:
         """A turn for passes without one of the lane's own; None where no lane of a gang has any."""
         if self._shards.size == 1:
             return None

@@ -335,11 +335,11 @@ class EmbodiedRecipeWork:
             sent_bytes=ring_bytes(GRADIENT_BYTES * own, replicas) * steps,
             span=division.fsdp * replicas,
             bandwidth=RATES.decode_bandwidth,
-            then=self._begun(division),
+            then=self._partial_microbatches(division),
         )
 
-    def _begun(self, division: Division) -> tuple[Work, ...]:
-        """What shards take of micro-batches that are not full: one for each optimizer step."""
+    def _partial_microbatches(self, division: Division) -> tuple[Work, ...]:
+        """What shards send for micro-batches that are not full: one for each optimizer step."""
         if division.fsdp == 1:
             return ()
         steps = self.recipe.update.epochs * self.recipe.update.minibatches

@@ -15,8 +15,6 @@ from m2flow.workloads.embodied.workers.columns import lengths_of
 from m2flow.workloads.embodied.workers.source import WEIGHTS, PolicySource
 from m2flow.workloads.embodied.workers.stages import outcome
 
-MODEL = "model"
-
 
 class EmbodiedLearner(Worker):
     """Collects the rollouts of a step, and then makes all optimizer steps of it.
@@ -144,7 +142,7 @@ class EmbodiedLearner(Worker):
             if first and self.recipe.policy.kind in IN_BLOCKS:
                 from m2flow.models.policies.vla.checkpoint import save_policy
 
-                save_policy(self.policy, folder / MODEL, weights)  # type: ignore[arg-type]
+                save_policy(self.policy, folder / checkpoint.MODEL, weights)  # type: ignore[arg-type]
         if not first:
             return
         save_file(weights, folder / WEIGHTS)
