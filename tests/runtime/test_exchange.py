@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,26 +147,44 @@ def test_a_state_that_is_held_is_not_written_over(tmp_path: Path) -> None:
     launcher.close()
 
 
-def test_a_lane_that_comes_back_leaves_no_connection_of_before(tmp_path: Path) -> None:
-    """Each loss of a lane had cost the launcher, and every other lane, a descriptor."""
+def test_a_lane_that_comes_back_leaves_no_connection_and_no_memory_of_before(
+    tmp_path: Path,
+) -> None:
+    """Each loss of a lane had cost the launcher, and every other lane, two descriptors, and the
+    memory that the lane had last answered in."""
     folder = tmp_path / f"m2flow-test-{tmp_path.name}"
     launcher = Exchange(None, -1, "here", None, folder, b"key")
     counts = []
-    for _ in range(6):
+    for number in range(6):
         lane = Exchange(3, 0, "here", None, folder, b"key")
         launcher.introduce({3: lane.address})
+        gc.collect()  # the lane before was a part of this process, and had it mapped too
+        wait_until(lambda: mapped_and_unlinked(folder.name) == 0)
         store = Store()
-        store.put("step", 1, 2, Batch({"x": torch.arange(1)}))
+        store.put("step", 1, 2, Batch({"x": torch.full((1, LARGE), number)}))
         lane.serve(store)
         fetched = launcher.fetch_later(3, ItemsKey("step", 1, 2, (0,)), SOON).result(SOON)
-        assert fetched["x"].tolist() == [0]
+        assert bool((fetched["x"] == number).all())
+        del fetched
         lane.close()
         counts.append(open_files())
-    deadline = time.monotonic() + SOON  # the threads of the last lane end after it is closed
-    while open_files() > counts[1] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert open_files() <= counts[1], counts
+        assert mapped_and_unlinked(folder.name) > 0, "it came by shared memory"
+    wait_until(lambda: open_files() <= counts[1])
     launcher.close()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """The threads of a lane end after it is closed."""
+    deadline = time.monotonic() + SOON
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert holds()
+
+
+def mapped_and_unlinked(prefix: str) -> int:
+    """Files in shared memory that this process still has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(f"/{prefix}-" in line and line.endswith("(deleted)") for line in lines)
 
 
 def in_turn(groups: LaneGroups, folder: Path, rounds: int) -> int:

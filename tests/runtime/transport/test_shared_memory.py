@@ -29,7 +29,6 @@ from m2flow.runtime.transport.shared_memory import (
     SharedReader,
     sweep,
 )
-from m2flow.runtime.transport.shared_reader import MAPPED_MEANWHILE
 from m2flow.runtime.transport.wire import UnsendableError, pack
 
 MIB = 1 << 20
@@ -109,23 +108,6 @@ def test_the_same_pages_serve_again(pool: SharedPool, reader: SharedReader) -> N
         del got
     assert len(addresses) == 1
     assert pool.bytes_resident <= 2 * 8192
-
-
-def test_a_reader_keeps_few_files_of_owners_that_are_gone(
-    prefix: str, pool: SharedPool, reader: SharedReader
-) -> None:
-    """Beside those that it reads on: they added up to as many, with a descriptor each."""
-    alive = [torch.full((MIB,), number, dtype=torch.int32) for number in range(6)]
-    handles = [pool.write(tensor, reader="reader") for tensor in alive]
-    kept = [reader.read(handle) for handle in handles]
-    own = len(reader._mappings)
-    for number in range(20):
-        other = SharedPool(f"{prefix}{number}-", max_bytes=8 * MIB)
-        assert reader.read(other.write(torch.tensor([number]), reader="reader")).item() == number
-        other.close()
-        assert len(reader._mappings) <= own + MAPPED_MEANWHILE
-    assert own > MAPPED_MEANWHILE
-    assert all(torch.equal(one, tensor) for one, tensor in zip(kept, alive, strict=True))
 
 
 def test_views_never_change_under_their_holder(pool: SharedPool, reader: SharedReader) -> None:

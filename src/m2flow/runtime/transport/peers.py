@@ -128,10 +128,14 @@ class Peers:
                     self._idle.setdefault(address, []).append(stream)
 
     def keep(self, addresses: Collection[PeerAddress]) -> None:
-        """Close the connections to all other peers: nobody will ask them any more."""
+        """Close the connections to all other peers, and let go of shared memory that they had.
+
+        Nobody will ask them any more.
+        """
         with self._lock:
             gone = {peer: self._idle.pop(peer) for peer in self._idle.keys() - set(addresses)}
         _say_farewell(gone)
+        self.reader.let_go()
 
     def close(self) -> None:
         """Close all connections. Values that were fetched stay valid."""

@@ -49,10 +49,6 @@ class SharedHandle(NamedTuple):
         return cls._make(pickle.loads(data))
 
 
-MAPPED_MEANWHILE = 4
-"""Files that are mapped before those that were unlinked are looked for again."""
-
-
 class SharedReader:
     """Maps files once, and reads values as views of them."""
 
@@ -76,10 +72,15 @@ class SharedReader:
             mapping = self._map(segment, size)
             # An array of its own, which every view made from it keeps alive.
             block = np.ndarray((nbytes,), np.uint8, mapping, start)
-            weakref.finalize(block, _let_go, mapping, flag, turn, os.getpid())
+            weakref.finalize(block, _give_back, mapping, flag, turn, os.getpid())
             blocks.append(block)
         buffers = [blocks[region][start : start + size] for region, start, size in handle.extents]
         return unpack(handle.head, buffers, device=device)
+
+    def let_go(self) -> None:
+        """Drop mappings of files that the owner, or who cleared up after it, has unlinked."""
+        with self._lock:
+            self._drop_unlinked()
 
     def close(self) -> None:
         """Drop the mappings; values that were read keep theirs until they die."""
@@ -94,27 +95,22 @@ class SharedReader:
             return known[0]
         with self._lock:
             if segment not in self._mappings:
-                self._let_go_of_unlinked()
+                if len(self._mappings) >= self._look_at:
+                    self._drop_unlinked()
                 descriptor = os.open(FOLDER / segment.decode(), os.O_RDWR | os.O_CLOEXEC)
                 self._mappings[segment] = (mmap.mmap(descriptor, nbytes), descriptor)
             return self._mappings[segment][0]
 
-    def _let_go_of_unlinked(self) -> None:
-        """Drop mappings of files that the owner has unlinked, such as those of lanes that are gone.
-
-        They are looked for when there are `MAPPED_MEANWHILE` more mappings than after the last
-        time: twice as many would let those of lost lanes add up.
-        """
-        if len(self._mappings) < self._look_at:
-            return
+    def _drop_unlinked(self) -> None:
+        """As `let_go`; with twice as many mappings as are left, it is time again."""
         for segment, (_, descriptor) in list(self._mappings.items()):
             if os.fstat(descriptor).st_nlink == 0:
                 os.close(descriptor)
                 del self._mappings[segment]
-        self._look_at = len(self._mappings) + MAPPED_MEANWHILE
+        self._look_at = 2 * len(self._mappings)
 
 
-def _let_go(mapping: mmap.mmap, flag: int, turn: int, process: int) -> None:
+def _give_back(mapping: mmap.mmap, flag: int, turn: int, process: int) -> None:
     # Runs wherever the garbage collector does, under any lock, and at the end: takes none. What a
     # process read it gives back itself; in a fork the copies die without a word.
     if os.getpid() == process:
