@@ -158,7 +158,6 @@ def test_a_lane_that_comes_back_leaves_no_connection_and_no_memory_of_before(
     for number in range(6):
         lane = Exchange(3, 0, "here", None, folder, b"key")
         launcher.introduce({3: lane.address})
-        gc.collect()  # the lane before was a part of this process, and had it mapped too
         wait_until(lambda: mapped_and_unlinked(folder.name) == 0)
         store = Store()
         store.put("step", 1, 2, Batch({"x": torch.full((1, LARGE), number)}))
@@ -174,10 +173,11 @@ def test_a_lane_that_comes_back_leaves_no_connection_and_no_memory_of_before(
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """The threads of a lane end after it is closed."""
+    """A lane that is a part of this process lets go of its own when its threads have ended."""
     deadline = time.monotonic() + SOON
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.01)
+        gc.collect()
     assert holds()
 
 
