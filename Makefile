@@ -7,7 +7,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
-BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+BENCHMARKS := $(sort $(filter-out %_blocks.py,$(wildcard benchmarks/*.py)))
 
 # Idle OpenMP threads must sleep: two busy processes on two cores run several times slower otherwise.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -120,7 +120,7 @@ examples: $(VENV)/.installed-dev ## every example on two seeds, against the resu
 audit: $(VENV)/.installed-dev $(VENV)-audit/.installed ## known advisories against constraints.txt; what in the sources makes objects of what it reads
 	$(BIN)/ruff check --select S102,S301,S302,S307,S506 src
 	$(BIN)/python -m pytest -q tests/test_audit.py
-	$(VENV)-audit/bin/python .ci/audit.py constraints.txt
+	$(VENV)-audit/bin/python .ci/audit.py constraints.txt "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')"
 
 screenshots: chromium $(VENV)/.installed-dev ## the pictures in docs/images, from runs made for them
 	$(BIN)/python -m pip install --quiet -e '.[browser]' -c constraints.txt

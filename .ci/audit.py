@@ -1,6 +1,6 @@
 """Compares pinned versions with the known advisories, by pip-audit; exit code 1 if there is any.
 
-    python .ci/audit.py constraints.txt
+    python .ci/audit.py constraints.txt [NAME==VERSION ...]
 
 Where the advisories cannot be had it says so in a line, with exit code 2: nothing was compared.
 """
@@ -16,12 +16,13 @@ from pathlib import Path
 PROGRAM = (sys.executable, "-m", "pip_audit")
 
 
-def main(requirements: str, program: tuple[str, ...] = PROGRAM) -> int:
-    """Print what is known of the versions in a file of requirements; the exit code."""
+def main(requirements: str, *more: str, program: tuple[str, ...] = PROGRAM) -> int:
+    """Print what is known of the versions in a file of requirements, and of more; the exit code."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
+        found, wanted = Path(folder) / "found.json", Path(folder) / "requirements.txt"
+        wanted.write_text("\n".join((Path(requirements).read_text(), *more)))
         words = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
-        command = [*program, *words, "--output", str(found), "--requirement", requirements]
+        command = [*program, *words, "--output", str(found), "--requirement", str(wanted)]
         ran = subprocess.run(command, check=False, capture_output=True, text=True)
         try:
             dependencies = json.loads(found.read_text())["dependencies"]
@@ -49,4 +50,4 @@ def _nothing(why: str) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(*sys.argv[1:2]))
+    raise SystemExit(main(*sys.argv[1:]))

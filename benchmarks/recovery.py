@@ -13,12 +13,8 @@ which is the noise floor. Seconds are told as:
   disturbs; so runs may be faster or slower than each other. Of the quick start's steps, a third of
   a second long, and of steps with eight times as many prompts, which still are far shorter than
   those of models that people use;
-* snapshots: what they add to a step. Runs differ by more than that, and so do minutes of one run,
-  so that one run has blocks of seven steps with snapshots and without in turn, which are compared
-  with their neighbours only: of each four (with, without, with, without) the time of those with
-  over that of those without, and, for the noise floor, of the first two over the last two; the mean
-  of these shares but for a tenth of them, the smallest and the largest, and its standard error. And
-  the share of the time of runs that nobody disturbs in which a snapshot held a lane up.
+* snapshots: what they add to a step, by blocks of steps of one run (`blocks`); and the share of the
+  time of runs that nobody disturbs in which a snapshot held a lane up.
 """
 
 from __future__ import annotations
@@ -40,8 +36,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from blocks import QUICK_STEPS as QUICK_BLOCKED_STEPS
+from blocks import STEPS as BLOCKED_STEPS
+from blocks import compare
 from harness import ROOT, Target, arguments, conclude, table
-from snapshot_blocks import BLOCK, KINDS, WITH, WITH_TWIN, WITHOUT, WITHOUT_TWIN, kind_of
 from starting_point import quickstart
 
 from m2flow.observe.jsonl import read_rows
@@ -53,12 +51,6 @@ EVERY = 10
 TIMES = 3
 LIMIT_SECONDS = 900.0
 POLL_SECONDS = 0.005
-
-CYCLE = len(KINDS) * BLOCK
-"""Steps of blocks that are compared with each other."""
-
-BLOCKED_STEPS, QUICK_BLOCKED_STEPS = 50 * CYCLE, 3 * CYCLE
-"""Of the run whose blocks of steps differ."""
 
 LONG_STEPS, LONG_TIMES = 30, 2
 LONG = ("prompts_per_step=256",)
@@ -211,24 +203,7 @@ def _blocks(model: str | Path, folder: Path, options: argparse.Namespace) -> dic
         seed=0,
         steps=0,
     )
-    rows = [row for row in read_rows(folder / "metrics.jsonl").rows if row["step"]]
-    seconds: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(KINDS, 0.0))
-    for before, after in pairwise(rows):
-        step = int(after["step"]) - 1
-        if step % BLOCK:  # not the first of a block, which belongs to both
-            seconds[step // CYCLE][kind_of(step)] += after["time"] - before["time"]
-    del seconds[max(seconds)]  # with the evaluation at the end
-    cycles = list(seconds.values())
-    costs = [(x[WITH] + x[WITH_TWIN]) / (x[WITHOUT] + x[WITHOUT_TWIN]) - 1 for x in cycles]
-    floors = [(x[WITH] + x[WITHOUT]) / (x[WITH_TWIN] + x[WITHOUT_TWIN]) - 1 for x in cycles]
-    error = statistics.stdev(costs) / len(costs) ** 0.5
-    return {"cost": _middle(costs), "the same twice": _middle(floors), "standard error": error}
-
-
-def _middle(values: Sequence[float]) -> float:
-    """The mean without the smallest and the largest twentieth."""
-    cut = len(values) // 20
-    return statistics.fmean(sorted(values)[cut : len(values) - cut])
+    return compare([row for row in read_rows(folder / "metrics.jsonl").rows if row["step"]])
 
 
 # --- the result -----------------------------------------------------------------------------------

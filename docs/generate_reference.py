@@ -86,8 +86,8 @@ MEANING = {
     "journal_gb": "10**9 bytes of finished rollouts that are kept on disk until a checkpoint holds "
     "their step, so that `--resume` does not make them again; 0 for none",
     "max_skipped_updates": "optimizer steps in a row that are left out because a loss or gradient "
-    "is not finite, or steps in a row of which half of the rewards or more have failed; one more "
-    "ends the run",
+    "is not finite, or steps in a row of which half of the rewards or more have failed, or of the "
+    "episodes were given up; one more ends the run",
     "grace_seconds": "longest that a step may take to its end after SIGTERM, SIGHUP or Ctrl-C",
     "deadline_seconds": "longest that one call may take before the run is stopped with an account "
     "of who waits for whom",
@@ -191,7 +191,8 @@ MEANING = {
     "another engine, drew are weighed one by one, or by their whole sequence",
     "algorithm.gap_rule": "weights beyond `gap_cap` are cut to it, or made 0",
     "algorithm.gap_cap": "largest of these weights; with `mask` one over it is the least",
-    "critic.learning_rate": "`ppo`: peak learning rate of the critic's AdamW",
+    "critic.learning_rate": "`ppo`: peak learning rate of the critic's AdamW; 1e-5 where "
+    "`model.path` is set",
     "critic.warmup_steps": "`ppo`: steps at the start in which the critic alone learns",
     "critic.value_clip": "`ppo`: how far a value may move in a step before its gradient stops; "
     "`null` for no bound",

@@ -54,7 +54,6 @@ ENDED_BY = {
     "generation/vllm_served.py: _VllmWorkerProcess._start_update": OWNER,
     "observe/dashboard/server.py: Dashboard.close": "the line before it, which stops the server",
     "observe/loggers.py: MlflowLogger.close": "MLflow's client, by MLFLOW_HTTP_REQUEST_TIMEOUT",
-    "rewards/code.py: code_reward": "the sandbox: each program has its seconds",
     "rewards/symbolic.py: _ComparingProcess._reply": "nobody need: a reply is a few bytes",
     "rewards/symbolic.py: _ComparingProcess.kill": KILLED,
     "rewards/symbolic.py: serve": OWNER,

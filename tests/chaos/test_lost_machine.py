@@ -65,8 +65,11 @@ def next_line(run: subprocess.Popen[str]) -> str:
     return "".join(lines)
 
 
-@pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
-def test_a_run_goes_on_without_a_machine_and_takes_it_in_again(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "silent"), [("collocated", False), ("disaggregated", False), ("disaggregated", True)]
+)
+def test_a_run_goes_on_without_a_machine_and_takes_it_in_again(mode: str, silent: bool) -> None:
+    """Of one that loses its power no word comes, not even that its connections are closed."""
     folder = Path(tempfile.mkdtemp(prefix="m2n-"))  # short: Ray's sockets lie there
     try:
         with two_nodes(folder, delay_ms=1) as cluster:
@@ -76,8 +79,12 @@ def test_a_run_goes_on_without_a_machine_and_takes_it_in_again(mode: str) -> Non
             run = cluster.start([sys.executable, "-c", script], SECONDS)
             lines = [next_line(run)]
             if "under way" in lines[0]:
+                if silent:
+                    cluster.cut()
                 cluster.kill_other()
                 lines.append(next_line(run))
+                if silent:
+                    cluster.mend()
                 cluster.start_other()
             rest, errors = run.communicate(timeout=SECONDS + 30)
             said = "".join(lines) + rest

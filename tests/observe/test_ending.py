@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2flow.errors import UserError
-from m2flow.observe.ending import ending_of, this_process
+from m2flow.observe.ending import REMEDIES, ending_of, this_process
 from m2flow.observe.run_directory import RunDirectory
+from m2flow.workloads.common.resume import MAY_CHANGE
 
 
 def run_at(folder: Path, **facts: object) -> RunDirectory:
@@ -63,9 +65,45 @@ def test_what_helps_and_how_it_came(tmp_path: Path) -> None:
     lines = ending_of(run.path).lines
     assert any("dmesg" in line for line in lines)
     assert lines[-1] == "  RunFailed: lane 1 was lost"
-    assert "left out for NaN or infinity: 1 steps, the last step_000003.jsonl" in lines
+    assert any(
+        line.endswith("rollouts of 1 steps, the last in step_000003.jsonl") for line in lines
+    )
     assert "checkpoint: none was saved; --resume begins again" in lines
     assert any(".step_000004.partial" in line for line in lines)
+
+
+ENDS = {
+    "could not be written: /x: No space left on device": "make room",
+    "reward.math gave nothing within 60 s; so for all 8 samples of step 3. The first: prompt": (
+        "see why the reward fails"
+    ),
+    "no; so for 5 of 8 samples of step 3, and half or more of 4 steps in a row "
+    "(max_skipped_updates: 3). The first: prompt": "see why the reward fails",
+    "half or more of the episodes were given up in 4 steps in a row (max_skipped_updates: 3)": (
+        "see why the simulators fail"
+    ),
+    "the summed loss is nan; 4 times in a row (max_skipped_updates: 3)": "see skipped/; raise max_",
+    "learner.train ran out of memory on lane 1, which held learner 3 GB: CUDA": "lower training.",
+    "no progress with loading for 600 s: lane 1 (learner)": "raise load_deadline_seconds",
+    "lane 1 was lost: it held learner": "see whether the system killed it",
+    "generate has not finished within its deadline of 12 s": "see who waits for whom below",
+}
+"""What runs have said at their end, and what their users are told to look at."""
+
+
+@pytest.mark.parametrize("why", ENDS)
+def test_one_thing_is_to_be_looked_at_first(why: str, tmp_path: Path) -> None:
+    lines = ending_of(run_at(tmp_path, ended=5.0, why=why).path).lines
+    (first,) = (line.removeprefix("first: ") for line in lines if line.startswith("first: "))
+    assert first.startswith(ENDS[why])
+
+
+def test_keys_that_are_to_be_changed_may_be_changed() -> None:
+    needs_new_run = {"optimizer.learning_rate"}
+    words = " ".join(hint for _, hint in REMEDIES)
+    named = set(re.findall(r"[a-z]+(?:[._][a-z]+)+", words)) - needs_new_run
+    assert named
+    assert named <= MAY_CHANGE
 
 
 def test_what_holds_no_run(tmp_path: Path) -> None:

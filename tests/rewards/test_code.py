@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from m2flow.errors import UserError
-from m2flow.rewards import code_reward, format_reward, sandbox
+from m2flow.rewards import code, code_reward, format_reward, sandbox
 from m2flow.rewards.code import program_in, read_tests
 from m2flow.rewards.reward import Judged, WeightedReward, weighted_sum
 
@@ -25,8 +26,7 @@ PAIRS = {"inputs": ["3 4\n", "10 -2\n"], "outputs": ["7\n", "8"]}
 
 
 def reward(completion: str, row: dict[str, Any]) -> float:
-    (found,) = code_reward([""], [completion], [[]], [row])
-    return found
+    return code_reward("", completion, [], row)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,30 @@ def test_a_program_must_pass_all_tests(completion: str, tests: Any, expected: fl
 def test_tests_in_another_form_are_refused(tests: str) -> None:
     with pytest.raises(ValueError, match="neither statements nor inputs"):
         read_tests({"answer": tests})
+
+
+def test_a_bad_row_and_a_program_that_hangs_cost_one_answer_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They had taken the rewards of all answers that were scored along with them."""
+    passes, over = code.passes, threading.Event()
+
+    def hanging(source: str, tests: Any) -> bool:
+        return bool(over.wait(60)) if "while True" in source else passes(source, tests)
+
+    monkeypatch.setattr(code, "passes", hanging)
+    endless = "```python\nwhile True:\n    pass\n```"
+    tests = json.dumps(ASSERTS)
+    rows = [{"answer": tests}, {"answer": "3"}, {"answer": tests}, {"answer": tests}]
+    completions = [RIGHT, RIGHT, endless, WRONG]
+    judged = Judged(range(4), [""] * 4, completions, [[]] * 4, rows)
+    scores = weighted_sum([WeightedReward("code", deadline_seconds=20.0)], judged)
+    over.set()
+    assert scores.rewards == [1.0, 0.0, 0.0, 0.0]
+    bad, late = scores.failures[1:3]
+    assert "neither statements nor inputs" in bad
+    assert "gave nothing within 20 s" in late
+    assert scores.failures[0] == scores.failures[3] == ""
 
 
 def test_what_a_completion_has_for_a_program() -> None:

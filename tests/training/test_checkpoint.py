@@ -226,6 +226,20 @@ def test_altered_file_of_the_same_size_is_found_when_a_run_goes_on(tmp_path: Pat
     assert trainer_folder(path) == path / "trainer"
 
 
+def test_a_manifest_that_leaves_files_out_is_refused(tmp_path: Path) -> None:
+    """One without any file had called whatever lay there whole."""
+    path = put(tmp_path, 1)
+    manifest = path / checkpoint.MANIFEST
+    content = json.loads(manifest.read_text())
+    del content["files"]["model/weights"]
+    manifest.write_text(json.dumps(content))
+    assert "model/weights is not in " in str(broken_file(path))
+    manifest.write_text('{"files": {}}')
+    assert broken_file(path) is not None
+    with pytest.raises(UserError, match="is not whole"):
+        resume_point(tmp_path)
+
+
 def test_a_lane_looks_for_a_file_that_is_cut_or_gone(tmp_path: Path) -> None:
     path = put(tmp_path, 1)
     (path / "model" / "weights").write_text("9")

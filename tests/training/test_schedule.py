@@ -33,3 +33,13 @@ def test_cosine_passes_the_middle_halfway() -> None:
 def test_decay_must_know_its_end(total_steps: int | None) -> None:
     with pytest.raises(AssertionError, match="total_steps"):
         Schedule("linear", warmup_steps=3, total_steps=total_steps)
+
+
+def test_idle_steps_move_nothing_whatever_comes_after() -> None:
+    """While a critic alone learns, the policy stands still; its warm-up counts on meanwhile."""
+    schedule = Schedule("linear", warmup_steps=4, total_steps=12, idle_steps=3)
+    rest = Schedule("linear", warmup_steps=4, total_steps=12)
+    assert [schedule.factor(step) for step in range(3)] == [0.0] * 3
+    assert [schedule.factor(step) for step in range(3, 14)] == [
+        rest.factor(step) for step in range(3, 14)
+    ]

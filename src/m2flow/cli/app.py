@@ -261,11 +261,28 @@ def evaluate(
     min_p: Annotated[
         float, typer.Option(min=0, max=1, help="Draw from those so likely beside the likeliest.")
     ] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest answer, in tokens; by default that of the run MODEL is from, else 4096 "
+            "or half of the model's context.",
+        ),
+    ] = None,
     engine: Annotated[str, typer.Option(help="native, vllm or sglang.")] = "native",
+    dtype: Annotated[
+        str | None, typer.Option(help="What is computed in, as generation.dtype of a recipe.")
+    ] = None,
+    cache_gb: Annotated[
+        float | None,
+        typer.Option(min=1e-6, help="GB for keys and values, as generation.cache_gb of a recipe."),
+    ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="A string or special token that ends an answer; may be said again."),
+        typer.Option(
+            help="A string or special token that ends an answer; may be said again. By default "
+            "those of the run MODEL is from."
+        ),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many problems, or episodes.")
@@ -348,7 +365,9 @@ def evaluate(
         top_p=top_p,
         min_p=min_p,
         engine=engine,
-        stop=tuple(stop or ()),
+        dtype=dtype,
+        cache_gb=cache_gb,
+        stop=None if stop is None else tuple(stop),
         limit=limit,
         seed=seed,
         question_column=question_column,

@@ -11,6 +11,7 @@ import shutil
 import socket
 import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,17 @@ TAIL = 20
 
 REMEDIES = (
     (r"could not be written", "make room, or allow writing, where the line above says"),
-    (r"max_skipped_updates", "lower optimizer.learning_rate; skipped/ has the rollouts"),
-    (r"OutOfMemory|MemoryError|out of memory", "lower training.tokens_per_microbatch or lanes"),
+    (r"samples of step \d+", "see why the reward fails; skipped/ has what it was given"),
+    (r"episodes were given up", "see why the simulators fail; skipped/ has the seeds"),
+    (
+        r"max_skipped_updates",
+        "see skipped/; raise max_skipped_updates, or lower optimizer.learning_rate in a new run",
+    ),
+    (
+        r"OutOfMemory|MemoryError|out of memory",
+        "lower training.tokens_per_microbatch or update.turns_per_microbatch, or raise lanes",
+    ),
+    (r"no progress with loading", "raise load_deadline_seconds if loading is only slow"),
     (
         r"was lost|was ended by SIGKILL",
         "see whether the system killed it for want of memory: `dmesg | grep -i oom`",
@@ -39,7 +49,7 @@ REMEDIES = (
         "see who waits for whom below; raise deadline_seconds if it is slow",
     ),
 )
-"""By what an end says, what to look at before the run goes on."""
+"""By what an end says, what to look at before the run goes on; the first that fits is shown."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,8 @@ def ending_of(run_dir: Path | str) -> Ending:
     state, happened = _what_happened(record.run)
     lines = [happened, _how_far(record), *_kept(record), *record.problems]
     if state not in ("finished", "running"):
-        lines += [f"first: {hint}" for pattern, hint in REMEDIES if re.search(pattern, happened)]
+        hints = (hint for pattern, hint in REMEDIES if re.search(pattern, happened))
+        lines += [f"first: {hint}" for hint in islice(hints, 1)]
         directory = record.directory
         again = f"m2flow train {directory.config} --run-dir {directory.path} --resume"
         if not directory.config.is_file():
@@ -150,7 +161,10 @@ def _kept(record: RunRecord) -> list[str]:
     except (UserError, ValueError, OSError) as error:
         lines.append(f"checkpoint: {error}")
     if skipped := sorted(path.name for path in directory.skipped.glob("*.jsonl")):
-        lines.append(f"left out for NaN or infinity: {len(skipped)} steps, the last {skipped[-1]}")
+        lines.append(
+            f"left out (not finite, without a reward, or given up): rollouts of {len(skipped)} "
+            f"steps, the last in {skipped[-1]}"
+        )
     partial = [path for path in directory.checkpoints.glob(".*.partial") if path.is_dir()]
     if partial:
         lines.append(f"a checkpoint was being written: {partial[0].name}; --resume clears it away")

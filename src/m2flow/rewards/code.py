@@ -14,13 +14,11 @@ the text. Statements run in the program's own process, which may tamper with wha
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
-from m2flow.rewards.reward import batched, prepared_by
+from m2flow.rewards.reward import prepared_by, threaded
 from m2flow.rewards.sandbox import LIMITS, Limits, find_way, run_python
 
 Tests: TypeAlias = str | Sequence[tuple[str, str]]
@@ -28,30 +26,20 @@ Tests: TypeAlias = str | Sequence[tuple[str, str]]
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
-@batched
+@threaded
 @prepared_by(find_way)
 def code_reward(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    completion_ids: Sequence[Sequence[int]],
-    rows: Sequence[Mapping[str, Any]],
-) -> list[float]:
-    """1.0 for each completion whose program passes all tests of its row, else 0.0.
-
-    As many programs run at a time as this process has cores.
+    prompt: str, completion: str, completion_ids: Sequence[int], row: Mapping[str, Any]
+) -> float:
+    """1.0 for a completion whose program passes all tests of its row, else 0.0.
 
     Raises:
         UserError: no sandbox can be made on this machine.
-        ValueError: the tests of a row have none of the two forms.
+        ValueError: the tests of the row have none of the two forms.
     """
-    tests = [read_tests(row) for row in rows]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        return list(map(float, threads.map(_passes, completions, tests)))
-
-
-def _passes(completion: str, tests: Tests) -> bool:
+    tests = read_tests(row)
     source = program_in(completion)
-    return source is not None and passes(source, tests)
+    return float(source is not None and passes(source, tests))
 
 
 def program_in(completion: str) -> str | None:

@@ -184,6 +184,10 @@ def broken_file(path: Path, *, checksums: bool = True) -> str | None:
             return f"{file} has {size} bytes, {num_bytes} were written"
         if checksums and _sha256(file) != sha256:
             return f"{file} is not what was written"
+    if checksums:  # beside whole files others do no harm to who loads them
+        there = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+        if unknown := sorted(there - written.keys() - {MANIFEST}):
+            return f"{path / unknown[0]} is not in {manifest}: move it away if you put it there"
     return None
 
 

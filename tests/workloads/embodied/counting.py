@@ -23,6 +23,7 @@ class Counting(Environment):
         length: steps of an episode, after which it is truncated.
         stops: a wrong choice terminates.
         fails_at: the simulator raises at this step of episodes whose seed is even; 0 for never.
+        fails_always: of odd ones as well.
         dies_at: its process kills itself at the beginning of so many episodes; once, for which it
             leaves the file `dead`.
     """
@@ -36,8 +37,10 @@ class Counting(Environment):
         fails_at: int = 0,
         dies_at: int = 0,
         dead: str = "",
+        fails_always: bool = False,
     ) -> None:
         self._length, self._stops, self._fails_at = length, stops, fails_at
+        self._fails_always = fails_always
         self._dies_at, self._dead = dies_at, Path(dead)
         self.spec = EnvironmentSpec(
             "counting", 1, (ObservationSpec("state", (2,)),), ActionSpec.discrete(2), length
@@ -59,7 +62,8 @@ class Counting(Environment):
 
     def step(self, action: Array) -> Transition:
         self._taken += 1
-        if self._fails_at and self._taken == self._fails_at and self._seed % 2 == 0:
+        fails = self._fails_always or self._seed % 2 == 0
+        if fails and self._taken == self._fails_at > 0:
             raise RuntimeError("the simulator broke")
         right = (action[0] > 0.5) == (self._number > 0)
         self._right += right

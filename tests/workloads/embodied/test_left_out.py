@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from m2flow.errors import RunFailed
 from m2flow.observe.progress import Quiet
 from m2flow.observe.run_directory import read_metrics
 from m2flow.training.optimizer import NotFinite
 from m2flow.workloads.common import train
+from m2flow.workloads.embodied.config import EmbodiedRecipe
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 from m2flow.workloads.embodied.workers.recording import Recordings
 
 HERE = Path(__file__).parent
@@ -113,7 +118,7 @@ def test_rollouts_of_which_an_episode_failed_are_kept(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     environment = {"name": "counting:Counting", "options": {"fails_at": 3}}
-    words = {**WORDS, **changes, "environment": environment}
+    words = {**WORDS, **changes, "environment": environment, "max_skipped_updates": 9}
     run = train(words, run_dir=tmp_path / "run", progress=Quiet())
     rows = [row for row in read_metrics(run) if row["episodes/failed"]]
     assert rows
@@ -124,6 +129,45 @@ def test_rollouts_of_which_an_episode_failed_are_kept(
         kept = [json.loads(line) for line in lines]
         assert sum(one["failed"] for one in kept) == row["episodes/failed"]
         assert all(one["failed"] and isinstance(one["seed"], int) for one in kept)
+
+
+@pytest.mark.parametrize("changes", [{}, ALGORITHMS["grpo"]], ids=["ppo", "grpo"])
+def test_a_simulator_that_always_fails_ends_the_run(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """It had gone on for ever, with nothing to learn from."""
+    environment = {"name": "counting:Counting", "options": {"fails_at": 3, "fails_always": True}}
+    words = {**WORDS, **changes, "environment": environment, "max_skipped_updates": 1}
+    run = tmp_path / "run"
+    with pytest.raises(RunFailed, match=r"given up in 2 steps in a row \(max_skipped_updates: 1\)"):
+        train(words, run_dir=run, progress=Quiet())
+    assert [row["episodes/failed"] > 0 for row in read_metrics(run)] == [True]
+    kept = sorted(file.name for file in (run / "skipped").iterdir())
+    assert kept == ["step_000001.jsonl", "step_000002.jsonl"]
+
+
+def test_fewer_than_half_of_the_episodes_are_borne(tmp_path: Path) -> None:
+    """And steps that are borne begin the count anew; long rollouts end none in most steps."""
+    experiment = EmbodiedExperiment(EmbodiedRecipe.model_validate(WORDS))
+    most = experiment.recipe.max_skipped_updates
+
+    def step(failed: Sequence[int], finished: Sequence[int]) -> None:
+        episodes = [[{}] * count for count in finished]
+        output = {"failed": failed, "episodes": episodes}
+        experiment.alarms(SimpleNamespace(output=output, step=3))  # type: ignore[arg-type]
+
+    borne = [([1, 0, 0, 0], [0, 0, 0, 0]), ([2, 2, 2, 2], [2, 2, 2, 3]), ([0] * 4, [0] * 4)]
+    bad = [([1, 1, 0, 0], [1, 1, 0, 0]), ([1, 1, 1, 1], [0, 0, 0, 0])]
+    for failed, finished in borne * (most + 1):
+        step(failed, finished)
+    for _ in range(2):
+        for turn in range(most):
+            step(*bad[turn % 2])
+        step(*borne[0])
+    for turn in range(most):
+        step(*bad[turn % 2])
+    with pytest.raises(RunFailed, match=rf"in {most + 1} steps in a row .*step 4 it was 2, and 2 "):
+        step(*bad[0])
 
 
 def test_too_many_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,13 @@ from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import byte_tokenizer
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import Examination
-from m2flow.workloads.reasoning.encoding import Chat, chat_of, prompt_rows
-from m2flow.workloads.reasoning.evaluation import answered, chat_options_of
+from m2flow.workloads.reasoning import evaluation
+from m2flow.workloads.reasoning.encoding import Chat, chat_of, prompt_rows, turn_end
+from m2flow.workloads.reasoning.evaluation import answered, chat_options_of, ends, longest
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.tasks import Problem
+from m2flow.workloads.reasoning.workers.source import ModelSource
 
 MakeRecipe = Any
 
@@ -87,6 +90,55 @@ def test_the_system_prompt_and_options_reach_the_template(
     held_out = experiment.held_out()
     assert held_out is not None
     assert byte_tokenizer().decode(held_out["prompt_ids"][0]).startswith("<system>Add.")
+
+
+IM = (
+    "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As Qwen's base models have it, whose end token is not that of a turn."""
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "end"),
+    [
+        (IM, ["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
+        (IM, ["<|im_start|>", "<|im_end|>", "<|im_end|>\n"], "<|im_end|>\n"),
+        (IM, ["<|im_start|>"], None),
+        (IM.replace("<|im_end|>", " {{ eos_token }}"), [], "<eos>"),
+        ("{{ raise_exception('no turns of a model') }}", ["<|im_end|>"], None),
+        (TEMPLATE, ["<|im_end|>"], None),
+        ("<|im_start|>nothing that was said", ["<|im_start|>"], None),
+        (None, ["<|im_end|>"], None),
+    ],
+)
+def test_what_ends_the_turn_of_a_model(
+    template: str | None, special: list[str], end: str | None
+) -> None:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    found = turn_end(tokenizer, {})
+    assert found == (tokenizer.eos_token if end == "<eos>" else end)
+
+
+@pytest.mark.parametrize("chat", [None, False])
+def test_answers_end_with_the_models_turn(
+    tiny_recipe: MakeRecipe, folder: Path, rows: Path, chat: bool | None
+) -> None:
+    """Of a base model, whose end token is another one; it had gone on with further turns."""
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = IM
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.save_pretrained(folder)
+    recipe = recipe_on(tiny_recipe, folder, rows, chat=chat)
+    generator = recipe_flow(recipe, ModelSource(str(folder), "float32")).generator
+    ids, strings = generator.model.ends(generator.stop_strings())
+    turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    own = set(generator.model.stop_ids())
+    assert turn not in own
+    assert set(ids) == (own if chat is False else {*own, turn})
+    assert strings == ()
 
 
 def test_it_can_be_left_out(tiny_recipe: MakeRecipe, folder: Path, rows: Path) -> None:
@@ -174,10 +226,12 @@ def test_examinations_speak_as_training_does(
     assert read[-1] == f"{read[0]}<think></think>"
 
 
-def test_a_checkpoint_is_asked_with_the_template_s_variables_of_its_run(
+def test_a_checkpoint_is_asked_as_its_run_has_trained(
     tiny_recipe: MakeRecipe, folder: Path, rows: Path, tmp_path: Path
 ) -> None:
     recipe = recipe_on(tiny_recipe, folder, rows, chat_options={"enable_thinking": False})
+    generation = recipe.generation.model_copy(update={"stop": ("#",), "max_new_tokens": 7})
+    recipe = recipe.model_copy(update={"generation": generation})
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(json.dumps(recipe.model_dump(mode="json")))
@@ -186,3 +240,38 @@ def test_a_checkpoint_is_asked_with_the_template_s_variables_of_its_run(
     assert chat_options_of(replace(asked, chat_options={"a": 1})) == {"a": 1}
     assert chat_options_of(replace(asked, chat=False)) == {}
     assert chat_options_of(replace(asked, model=folder)) == {}
+    assert ends(asked) == ("#",)
+    assert ends(replace(asked, stop=())) == ends(replace(asked, model=folder)) == ()
+    assert longest(asked, 1000) == 7
+    assert longest(replace(asked, max_new_tokens=9), 1000) == 9
+    elsewhere = replace(asked, model=folder)
+    assert [longest(elsewhere, size) for size in (1000, 32768, None)] == [500, 4096, 4096]
+
+
+def test_what_an_engine_does_not_compute_in_is_refused(folder: Path, rows: Path) -> None:
+    asked = Examination(folder, rows, dtype="float16", lanes=parse_lanes("cpu:1"))
+    with pytest.raises(UserError, match=r"--dtype: is unknown .*float32 or bfloat16"):
+        answered(asked)
+
+
+@pytest.mark.parametrize("chat", [None, False])
+def test_what_is_asked_reaches_the_generator(
+    folder: Path, rows: Path, monkeypatch: pytest.MonkeyPatch, chat: bool | None
+) -> None:
+    class Made(Exception):
+        pass
+
+    def made(model: Any, **settings: Any) -> Any:
+        raise Made(settings)
+
+    monkeypatch.setattr(evaluation, "Generator", made)
+    asked = Examination(
+        folder, rows, dtype="float64", cache_gb=0.5, stop=("#",), max_new_tokens=3, chat=chat,
+        template="{question}=", lanes=parse_lanes("cpu:1"),
+    )  # fmt: skip
+    with pytest.raises(Made) as caught:
+        answered(asked)
+    (settings,) = caught.value.args
+    wanted = {"dtype": "float64", "cache_gb": 0.5, "stop": ("#",), "max_new_tokens": 3}
+    assert settings.items() >= wanted.items()
+    assert settings["chat_options"] == (None if chat is False else {})

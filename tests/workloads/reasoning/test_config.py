@@ -205,6 +205,12 @@ def test_a_model_that_is_there_has_defaults_of_its_own(tmp_path: Path) -> None:
         adapted = {"model": {"path": str(tmp_path), "lora_rank": 8}}
         assert kind.model_validate(adapted).optimizer.learning_rate == 2e-5
         assert kind.model_validate(adapted | said).optimizer.learning_rate == 3e-6
+    ppo = {"model": {"path": str(tmp_path)}, "algorithm": {"name": "ppo"}}
+    assert ReasoningRecipe.model_validate(ppo).critic.learning_rate == 1e-5
+    slow = ReasoningRecipe.model_validate(ppo | {"critic": {"learning_rate": 1e-6}})
+    assert slow.critic.learning_rate == 1e-6
+    toy = ReasoningRecipe.model_validate({"algorithm": {"name": "ppo"}})
+    assert toy.critic.learning_rate == 1e-3
     alone = ReasoningRecipe.model_validate({"model": {"lora_rank": 8}})
     assert alone.optimizer.learning_rate == ReasoningRecipe().optimizer.learning_rate
 

@@ -109,6 +109,7 @@ def recipe_flow(
         "samples_per_prompt": recipe.samples_per_prompt,
         **{name: getattr(generation, name) for name in DRAWING},
         "dtype": generation.dtype or recipe.model.dtype,
+        "chat_options": None if recipe.data.chat is False else recipe.data.chat_options,
         "adapted": AdaptedSource.of(recipe, model),
     }
     settings: dict[str, Any] = {

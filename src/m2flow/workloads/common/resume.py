@@ -20,9 +20,9 @@ MAY_CHANGE = {
     "steps", "mode", "lanes", "lane_memory", "layouts", "deadline_seconds",
     "load_deadline_seconds", "grace_seconds", "lane_restarts", "elastic", "spare_lanes",
     "snapshot_every", "max_skipped_updates", "journal_gb", "logger", "samples_logged_per_step",
-    "evaluation", "checkpoint",
+    "evaluation", "checkpoint", "training.tokens_per_microbatch", "update.turns_per_microbatch",
 }  # fmt: skip
-"""Keys that may differ when a run is resumed: they change no weight."""
+"""Keys that may differ when a run is resumed: they change no weight, but by rounding."""
 
 FREE_TABLES = {"data.options", "environment.options", "tiny"}
 """Tables whose keys the user chooses."""

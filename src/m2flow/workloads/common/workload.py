@@ -64,10 +64,14 @@ class Examination:
             the run that the checkpoint is of says what is asked.
         samples: answers for each question.
         temperature: of the sampling; None is 0 for one sample and 1 for several.
-        max_new_tokens: longest answer.
+        max_new_tokens: longest answer; None for that of the run that the model is a checkpoint of,
+            else for what real answers need.
         top_k, top_p, min_p: as the keys of `generation` of a reasoning recipe.
         engine: what draws the answers, as `generation.engine`.
-        stop: strings that end an answer, as `generation.stop`.
+        dtype: what it computes in, as `generation.dtype`; None for the model's.
+        cache_gb: what keys and values may take, as `generation.cache_gb`.
+        stop: strings that end an answer, as `generation.stop`; None for those of the run that the
+            model is a checkpoint of, if it is one.
         limit: only the first so many questions; or so many episodes.
         seed: fixes what is drawn.
         question_column, answer_column: of the file, as those of `data`; None for the usual names.
@@ -85,12 +89,14 @@ class Examination:
     data: Path | None
     samples: int = 1
     temperature: float | None = None
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     engine: str = "native"
-    stop: Sequence[str] = ()
+    dtype: str | None = None
+    cache_gb: float | None = None
+    stop: Sequence[str] | None = None
     limit: int | None = None
     seed: int = 0
     question_column: str | None = None

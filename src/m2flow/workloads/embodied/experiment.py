@@ -19,7 +19,7 @@ from m2flow.environments.demonstrations import read_demonstrations
 from m2flow.environments.registry import maker, variables_of
 from m2flow.environments.spec import EnvironmentSpec
 from m2flow.environments.trial import made, try_out
-from m2flow.errors import UserError
+from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training import checkpoint
@@ -66,6 +66,7 @@ class EmbodiedExperiment:
         if recipe.warmup.steps and recipe.warmup.data is not None:
             read_demonstrations(recipe.warmup.data, self.spec)  # the same
         self._start: Path | None = None
+        self._failing = 0  # steps in a row of which most was given up
 
     @property
     def makes_model(self) -> bool:
@@ -202,11 +203,27 @@ class EmbodiedExperiment:
         return [{"item": item, **output.row(row)} for row, item in enumerate(output.ids)]
 
     def alarms(self, result: StepResult) -> Sequence[str]:
-        """That episodes were given up; how many, the metrics say of each step."""
-        if not any(int(count) for count in result.output["failed"]):
+        """That episodes were given up; how many, the metrics say of each step.
+
+        Raises:
+            RunFailed: half of the step's episodes were, in half of its rollouts, once more in a row
+                than `max_skipped_updates`.
+        """
+        failed = [int(count) for count in result.output["failed"]]
+        finished = sum(len(some) for some in result.output["episodes"])
+        bad = sum(failed) >= max(1, finished) and 2 * sum(map(bool, failed)) >= len(failed)
+        self._failing = self._failing + 1 if bad else 0
+        most = self.recipe.max_skipped_updates
+        if self._failing > most:
+            raise RunFailed(
+                f"half or more of the episodes were given up in {self._failing} steps in a row "
+                f"(max_skipped_updates: {most}): simulators crash, hang or give NaN; of step "
+                f"{result.step + 1} it was {sum(failed)}, and {finished} came to an end"
+            )
+        if not any(failed):
             return ()
         found = ["a simulator crashed, hung or gave NaN: its episode is not trained on"]
-        if not any(result.output["episodes"]):
+        if not finished:
             found.append("no episode came to an end: there is nothing to learn from")
         return found
 

@@ -225,6 +225,9 @@ PRETRAINED: dict[str, dict[str, Any]] = {
 LEARNING_RATE_OF_ADAPTERS = 2e-5
 """In place of that of `PRETRAINED`, where adapters alone are trained."""
 
+LEARNING_RATE_OF_CRITICS = 1e-5
+"""Of a critic that is made of a model's folder."""
+
 
 class ReasoningRecipe(common.Recipe):
     """A whole run.
@@ -292,6 +295,9 @@ class ReasoningRecipe(common.Recipe):
         unsaid = dict(cls.pretrained)
         if model.get("lora_rank"):
             unsaid["optimizer"] = {"learning_rate": LEARNING_RATE_OF_ADAPTERS}
+        algorithm = data.get("algorithm")
+        if isinstance(algorithm, dict) and algorithm.get("name") == "ppo":
+            unsaid["critic"] = {"learning_rate": LEARNING_RATE_OF_CRITICS}
         said = {name: data.get(name, {}) for name in unsaid}
         fitting = {
             name: unsaid[name] | section

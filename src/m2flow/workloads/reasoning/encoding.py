@@ -64,6 +64,31 @@ class Chat:
         return text
 
 
+def turn_end(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
+    """The special token with which a chat template ends what the model says; None for none.
+
+    A base model's end token is another one, such as `<|endoftext|>` beside `<|im_end|>`.
+
+    Args:
+        tokenizer: with the template, or without one.
+        options: variables of the template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    said = "m2flow said"
+    turns = [{"role": "user", "content": "m2flow asked"}, {"role": "assistant", "content": said}]
+    try:
+        text: str = tokenizer.apply_chat_template(turns, tokenize=False, **options)
+    except Exception:  # noqa: BLE001, a template's own code: it need not write the model's turns
+        return None
+    _, found, rest = text.rpartition(said)
+    if not found:
+        return None
+    special = [str(one) for one in tokenizer.added_tokens_decoder.values() if one.special]
+    fitting = [one for one in special if rest.lstrip().startswith(one)]
+    return max(fitting, key=len, default=None)
+
+
 def chat_of(
     tokenizer: Any,
     wanted: bool | None,

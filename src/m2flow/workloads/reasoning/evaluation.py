@@ -12,7 +12,7 @@ from m2flow.algorithms.confidence import of_shares
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.errors import UserError
 from m2flow.flow import Flow, Stream
-from m2flow.generation.supported import check_installed
+from m2flow.generation.supported import ENGINES, check_installed
 from m2flow.plan import parse_lanes, with_memory
 from m2flow.rewards.final_answer import extract_answer
 from m2flow.rewards.number import read_number
@@ -20,7 +20,7 @@ from m2flow.rewards.reward import WeightedReward
 from m2flow.rewards.symbolic import canonical
 from m2flow.workloads.common.resume import recipe_of, run_of
 from m2flow.workloads.common.workload import Examination
-from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import PRETRAINED, ReasoningRecipe
 from m2flow.workloads.reasoning.data import (
     DEFAULT_TEMPLATE,
     OnBadRow,
@@ -79,6 +79,11 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     if asked.data is None:
         raise UserError("is missing", key="--data", expected="problems as JSON lines")
     check_installed(asked.engine)
+    if asked.dtype is not None and asked.dtype not in ("auto", *ENGINES[asked.engine].dtypes):
+        known = " or ".join(ENGINES[asked.engine].dtypes)
+        raise UserError(
+            "is unknown to the engine", key="--dtype", value=asked.dtype, expected=known
+        )
     if asked.engine == "native":
         check_generation(str(model_folder(asked.model)), "MODEL")
     template = DEFAULT_TEMPLATE if asked.template is None else asked.template
@@ -95,13 +100,10 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
         splits=TO_HOLD_OUT,
     )[: asked.limit]
     source = ModelSource(str(model_folder(asked.model)), "auto")
-    samples, max_new_tokens, lanes = (
-        asked.samples,
-        asked.max_new_tokens,
-        # Without a limit: the one model that has a state makes way for nobody.
-        with_memory(asked.lanes or parse_lanes("auto"), None),
-    )
+    # Without a limit: the one model that has a state makes way for nobody.
+    samples, lanes = asked.samples, with_memory(asked.lanes or parse_lanes("auto"), None)
     tokenizer, context = source.tokenizer(), context_of(source.path)
+    max_new_tokens, stop = longest(asked, context), ends(asked)
     seeds = [derive_seed(asked.seed, 2, index) for index in range(len(problems))]
     names = Names(str(asked.data), "--max-new-tokens", "max_position_embeddings")
     options = chat_options_of(asked)
@@ -117,7 +119,10 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
             top_p=asked.top_p,
             min_p=asked.min_p,
             engine=asked.engine,
-            stop=asked.stop,
+            dtype=asked.dtype,
+            cache_gb=asked.cache_gb,
+            stop=stop,
+            chat_options=None if chat is None else options,
         ),
         verifier=Verifier(source, (WeightedReward("math"),)),
     )
@@ -189,9 +194,38 @@ def chat_options_of(asked: Examination) -> Mapping[str, Any]:
     """Variables of the chat template: those that are asked for, or that the run trained with."""
     if asked.chat_options is not None or asked.chat is False:
         return asked.chat_options or {}
+    recipe = _trained_by(asked)
+    return {} if recipe is None else recipe.data.chat_options
+
+
+def longest(asked: Examination, context: int | None) -> int:
+    """Tokens of the longest answer: as asked, as the run trained, or what real answers need.
+
+    Args:
+        asked: the examination.
+        context: positions of the model; of those, answers get half at most where nothing is said.
+    """
+    if asked.max_new_tokens is not None:
+        return asked.max_new_tokens
+    if (recipe := _trained_by(asked)) is not None:
+        return recipe.generation.max_new_tokens
+    usual: int = PRETRAINED["generation"]["max_new_tokens"]
+    return usual if context is None else max(1, min(usual, context // 2))
+
+
+def ends(asked: Examination) -> Sequence[str]:
+    """Strings that end an answer: as asked, or as the run trained."""
+    if asked.stop is not None:
+        return asked.stop
+    recipe = _trained_by(asked)
+    return () if recipe is None else recipe.generation.stop
+
+
+def _trained_by(asked: Examination) -> ReasoningRecipe | None:
+    """The recipe of the run that the model is a checkpoint of; None if it is of none."""
     run = run_of(asked.model)
     recipe = None if run is None else recipe_of(run)
-    return recipe.data.chat_options if isinstance(recipe, ReasoningRecipe) else {}
+    return recipe if isinstance(recipe, ReasoningRecipe) else None
 
 
 def _temperature(asked: Examination) -> float:

@@ -48,7 +48,7 @@ class TurnGenerator(Generator):
         self._stop_ids = (*self._stop_ids, *self._dialect.stop_ids)
 
     def stop_strings(self) -> tuple[str, ...]:
-        return (*self.stop, *self._dialect.closing_strings)
+        return (*super().stop_strings(), *self._dialect.closing_strings)
 
     @stage
     def turn(self, episodes: Batch) -> Batch:

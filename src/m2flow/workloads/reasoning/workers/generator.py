@@ -51,6 +51,8 @@ class Generator(Worker):
         captured_decode: whether the native engine records its decode steps on an accelerator.
         key_value_heads: of the model, which layouts divide; None for what the model's folder says.
         stop: strings that end an answer, beside the model's end tokens; special tokens by name.
+        chat_options: variables of the chat template that writes prompts, where the tokenizer has
+            one; None where prompts are no turns of a conversation.
         tokens_per_step: most that a step draws of an answer; what has not ended then is carried
             over. None for all of it.
         adapted: what adapters stand on, where they alone are published; None for whole weights.
@@ -77,10 +79,11 @@ class Generator(Worker):
         captured_decode: bool = True,
         key_value_heads: int | None = None,
         stop: Sequence[str] = (),
+        chat_options: Mapping[str, Any] | None = None,
         tokens_per_step: int | None = None,
         adapted: AdaptedSource | None = None,
     ) -> None:
-        self.adapted = adapted
+        self.adapted, self.chat_options = adapted, chat_options
         self.tokens_per_step = tokens_per_step
         self.model, self.key_value_heads, self.stop = model, key_value_heads, tuple(stop)
         self.samples_per_prompt = samples_per_prompt
@@ -149,8 +152,16 @@ class Generator(Worker):
         return engine
 
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end an answer, special tokens among them."""
-        return self.stop
+        """Strings that end an answer, special tokens among them.
+
+        Where prompts are turns of a conversation, what ends the model's turn is one of them.
+        """
+        if self.chat_options is None:
+            return self.stop
+        from m2flow.workloads.reasoning.encoding import turn_end
+
+        end = turn_end(self.model.tokenizer(), self.chat_options)
+        return self.stop if end is None or end in self.stop else (*self.stop, end)
 
     @stage(unit="group")
     def draw_again(self, samples: Batch, *, draw: int) -> Batch:

@@ -40,6 +40,7 @@ class JudgeModel(Generator):
             temperature=section.temperature,
             max_running=section.max_running,
             cache_gb=section.cache_gb,
+            chat_options=section.chat_options,
         )
 
     def load(self, place: Place) -> None:

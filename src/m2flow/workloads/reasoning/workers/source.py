@@ -103,7 +103,9 @@ class ModelSource:
         tokens = self.tokenizer().added_tokens_decoder.items()
         special = {str(token): number for number, token in tokens if token.special}
         named = [special[one] for one in strings if one in special]
-        return (*ids, *named), tuple(one for one in strings if one not in special)
+        return tuple(dict.fromkeys((*ids, *named))), tuple(
+            one for one in strings if one not in special
+        )
 
     def tokenizer(self) -> Any:
         from m2flow.models.causal_lm import load_tokenizer
