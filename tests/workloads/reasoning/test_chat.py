@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from m2flow.errors import UserError
+from m2flow.models import causal_lm
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import byte_tokenizer
 from m2flow.plan import parse_lanes
@@ -20,7 +21,7 @@ from m2flow.workloads.reasoning.evaluation import answered, chat_options_of, end
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.tasks import Problem
-from m2flow.workloads.reasoning.workers.source import ModelSource
+from m2flow.workloads.reasoning.workers.source import TEMPLATES, ModelSource
 
 MakeRecipe = Any
 
@@ -139,6 +140,25 @@ def test_answers_end_with_the_models_turn(
     assert turn not in own
     assert set(ids) == (own if chat is False else {*own, turn})
     assert strings == ()
+
+
+def test_no_lane_reads_a_tokenizer_to_find_no_template(
+    tiny_recipe: MakeRecipe, folder: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lane that comes back after a loss loads at once."""
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    for name in TEMPLATES:
+        (folder / name).unlink(missing_ok=True)
+    generator = recipe_flow(
+        recipe_on(tiny_recipe, folder, rows), ModelSource(str(folder))
+    ).generator
+    monkeypatch.setattr(causal_lm, "load_tokenizer", None)
+    assert generator.stop_strings() == ()
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": IM}))
+    with pytest.raises(TypeError):
+        generator.stop_strings()
 
 
 def test_it_can_be_left_out(tiny_recipe: MakeRecipe, folder: Path, rows: Path) -> None:

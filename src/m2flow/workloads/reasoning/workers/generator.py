@@ -156,7 +156,7 @@ class Generator(Worker):
 
         Where prompts are turns of a conversation, what ends the model's turn is one of them.
         """
-        if self.chat_options is None:
+        if self.chat_options is None or not self.model.has_chat_template():
             return self.stop
         from m2flow.workloads.reasoning.encoding import turn_end
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from m2flow.training.sharded import Shards
 
 
+TEMPLATES = ("chat_template.jinja", "additional_chat_templates")
+"""Where a folder has chat templates, if not in `tokenizer_config.json`."""
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """Where a worker loads its weights from: a folder in Hugging Face layout, and a dtype.
@@ -106,6 +110,15 @@ class ModelSource:
         return tuple(dict.fromkeys((*ids, *named))), tuple(
             one for one in strings if one not in special
         )
+
+    def has_chat_template(self) -> bool:
+        """Whether there may be one beside the tokenizer, which itself takes a while to be read."""
+        from m2flow.models.folder import model_folder, read_json
+
+        folder = model_folder(self.path)
+        if any((folder / name).exists() for name in TEMPLATES):
+            return True
+        return "chat_template" in read_json(folder / "tokenizer_config.json", "the tokenizer")
 
     def tokenizer(self) -> Any:
         from m2flow.models.causal_lm import load_tokenizer
