@@ -363,3 +363,31 @@ def test_what_nohup_has_set_stays() -> None:
             assert stopping.asked is None
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_no_signal_follows_a_step_that_ends_as_its_grace_time_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The timer that was begun just then had nobody to cancel it, and ended the process later."""
+    stopping = Stopping(60.0)
+    stopping.step_begins()
+    stopping.asked = signal.SIGTERM
+    after, reached, go = stopping._after, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        reached.set()
+        go.wait(10)
+        after(*arguments)
+
+    monkeypatch.setattr(stopping, "_after", slow)
+    thread = threading.Thread(target=stopping._is_overdue)
+    thread.start()
+    assert reached.wait(10)
+    threading.Timer(0.2, go.set).start()
+    stopping.step_is_over()
+    thread.join(10)
+    timer = stopping._timer
+    assert timer is not None
+    cancelled = timer.finished.is_set()
+    timer.cancel()
+    assert cancelled

@@ -42,6 +42,8 @@ class Stopping:
         self.asked: int | None = None
         self._count, self._patient, self._in_step, self._overdue = 0, False, False, False
         self._timer: threading.Timer | None = None
+        # Between a timer's thread and the end of a step; a handler may interrupt who holds it.
+        self._lock = threading.RLock()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -67,9 +69,10 @@ class Stopping:
 
         What follows, such as a checkpoint, has no grace time; a second signal still ends it.
         """
-        self._in_step = self._overdue = False
-        if self._timer is not None:
-            self._timer.cancel()
+        with self._lock:
+            self._in_step = self._overdue = False
+            if self._timer is not None:
+                self._timer.cancel()
         return self.asked
 
     def heed(self) -> None:
@@ -79,10 +82,11 @@ class Stopping:
             raise StepOverdue(self.asked)
 
     def _is_overdue(self) -> None:
-        if not self._in_step:  # it has ended just now
-            return
-        self._overdue = True
-        self._after(HEED_SECONDS, os.kill, os.getpid(), self.asked)
+        with self._lock:
+            if not self._in_step:  # it has ended just now
+                return
+            self._overdue = True
+            self._after(HEED_SECONDS, os.kill, os.getpid(), self.asked)
 
     def _after(self, seconds: float, do: Callable[..., None], *arguments: object) -> None:
         self._timer = threading.Timer(seconds, do, arguments)
