@@ -301,14 +301,23 @@ def evaluate(
     ] = None,
     template: Annotated[
         str | None,
-        typer.Option(help="The prompt, with {question} in it; as data.template of a recipe."),
+        typer.Option(
+            help="The prompt, with {question} in it; by default that of the run MODEL is from."
+        ),
     ] = None,
     chat: Annotated[
         bool | None,
-        typer.Option(help="Use the model's chat template; by default where it has one."),
+        typer.Option(
+            help="Use the model's chat template; by default as the run MODEL is from did, else "
+            "where it has one."
+        ),
     ] = None,
     system_prompt: Annotated[
-        str | None, typer.Option(help="What stands before the question in the chat template.")
+        str | None,
+        typer.Option(
+            help="What stands before the question in the chat template; by default that of the run "
+            "MODEL is from."
+        ),
     ] = None,
     chat_option: Annotated[
         list[str] | None,

@@ -16,8 +16,10 @@ from m2flow.models.tokenizer import byte_tokenizer
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import Examination
 from m2flow.workloads.reasoning import evaluation
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.data import DEFAULT_TEMPLATE
 from m2flow.workloads.reasoning.encoding import Chat, chat_of, prompt_rows, turn_end
-from m2flow.workloads.reasoning.evaluation import answered, chat_options_of, ends, longest
+from m2flow.workloads.reasoning.evaluation import answered, as_trained
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.tasks import Problem
@@ -246,26 +248,48 @@ def test_examinations_speak_as_training_does(
     assert read[-1] == f"{read[0]}<think></think>"
 
 
+def checkpoint_of(recipe: ReasoningRecipe, run: Path) -> Path:
+    """Where a checkpoint of such a run would lie."""
+    checkpoint = run / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (run / "config.yaml").write_text(json.dumps(recipe.model_dump(mode="json")))
+    return checkpoint
+
+
+def test_sums_are_asked_as_they_stand(tiny_recipe: MakeRecipe, tmp_path: Path) -> None:
+    asked = Examination(checkpoint_of(tiny_recipe(), tmp_path), None)
+    assert as_trained(asked, None).template == "{question}"
+
+
 def test_a_checkpoint_is_asked_as_its_run_has_trained(
     tiny_recipe: MakeRecipe, folder: Path, rows: Path, tmp_path: Path
 ) -> None:
-    recipe = recipe_on(tiny_recipe, folder, rows, chat_options={"enable_thinking": False})
+    data = {"chat_options": {"enable_thinking": False}, "system_prompt": "Be brief."}
+    recipe = recipe_on(tiny_recipe, folder, rows, **data)
     generation = recipe.generation.model_copy(update={"stop": ("#",), "max_new_tokens": 7})
     recipe = recipe.model_copy(update={"generation": generation})
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
-    checkpoint.mkdir(parents=True)
-    (tmp_path / "run" / "config.yaml").write_text(json.dumps(recipe.model_dump(mode="json")))
-    asked = Examination(checkpoint, rows)
-    assert chat_options_of(asked) == {"enable_thinking": False}
-    assert chat_options_of(replace(asked, chat_options={"a": 1})) == {"a": 1}
-    assert chat_options_of(replace(asked, chat=False)) == {}
-    assert chat_options_of(replace(asked, model=folder)) == {}
-    assert ends(asked) == ("#",)
-    assert ends(replace(asked, stop=())) == ends(replace(asked, model=folder)) == ()
-    assert longest(asked, 1000) == 7
-    assert longest(replace(asked, max_new_tokens=9), 1000) == 9
-    elsewhere = replace(asked, model=folder)
-    assert [longest(elsewhere, size) for size in (1000, 32768, None)] == [500, 4096, 4096]
+    asked = Examination(checkpoint_of(recipe, tmp_path / "run"), rows)
+    trained = as_trained(asked, 1000)
+    assert (trained.chat_options, trained.system_prompt) == tuple(data.values())
+    assert (trained.stop, trained.max_new_tokens) == (("#",), 7)
+    assert trained.template == recipe.data.template is not None
+    wanted = replace(
+        asked, chat=True, chat_options={"a": 1}, system_prompt="", stop=(), max_new_tokens=9,
+        template="{question}?", temperature=0.5,
+    )  # fmt: skip
+    assert as_trained(wanted, 1000) == wanted
+    bare = as_trained(replace(asked, chat=False), 1000)
+    assert (bare.chat_options, bare.system_prompt) == ({}, None)
+
+
+def test_a_model_that_no_run_has_made_is_asked_as_real_ones_are(folder: Path, rows: Path) -> None:
+    asked = Examination(folder, rows)
+    lengths = [as_trained(asked, size).max_new_tokens for size in (1000, 32768, None)]
+    assert lengths == [500, 4096, 4096]
+    alone = as_trained(asked, None)
+    assert (alone.template, alone.stop, alone.chat_options) == (DEFAULT_TEMPLATE, (), {})
+    assert (alone.chat, alone.system_prompt) == (None, None)
+    assert [as_trained(replace(asked, samples=n), None).temperature for n in (1, 2)] == [0, 1]
 
 
 def test_what_an_engine_does_not_compute_in_is_refused(folder: Path, rows: Path) -> None:

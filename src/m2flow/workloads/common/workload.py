@@ -75,12 +75,8 @@ class Examination:
         limit: only the first so many questions; or so many episodes.
         seed: fixes what is drawn.
         question_column, answer_column: of the file, as those of `data`; None for the usual names.
-        template: the prompt, with `{question}` in it; None for the workload's own.
-        chat: whether the prompt is the user's turn in the model's chat template; None where the
-            model has one.
-        system_prompt: the turn before it.
-        chat_options: variables of the template, as `data.chat_options`; None for those of the run
-            that the model is a checkpoint of, if it is one.
+        template, chat, system_prompt, chat_options: how a question becomes a prompt, as those of
+            `data`; None for those of the run that the model is a checkpoint of, if it is one.
         lanes: where it runs; none for all that this machine has, as `lanes: auto` in a recipe.
         skip_bad_rows: leave rows that cannot be read out, instead of refusing the file.
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from m2flow.workloads.reasoning.data import (
 from m2flow.workloads.reasoning.encoding import Names, chat_of, context_of, encode
 from m2flow.workloads.reasoning.rows import TO_HOLD_OUT
 from m2flow.workloads.reasoning.supported import check_generation
+from m2flow.workloads.reasoning.tasks import Problem
 from m2flow.workloads.reasoning.workers import Generator, ModelSource, Verifier, outcome
 
 
@@ -57,7 +59,6 @@ def examine(asked: Examination) -> dict[str, Any]:
         "data": str(asked.data),
         "problems": len(rewards),
         "samples": asked.samples,
-        "temperature": _temperature(asked),
         **accuracy(rewards, asked.samples),
         **figures,
     }
@@ -67,15 +68,70 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     """Draw answers of the model to the problems of the file, and score them by `math_reward`.
 
     Returns:
-        For each problem the rewards of its answers; and the share of problems that most answers
-        are right about, the answers' mean length, the share that did not end by themselves, and
-        the seconds of generation and scoring.
+        For each problem the rewards of its answers; and the temperature, the share of problems
+        that most answers are right about, the answers' mean length, the share that did not end by
+        themselves, and the seconds of generation and scoring.
 
     Raises:
         UserError: model or data are missing or wrong, or a prompt does not fit.
     """
     from m2flow.runtime.driver.launch import launch
 
+    _check(asked)
+    source = ModelSource(str(model_folder(asked.model)), "auto")
+    tokenizer, context = source.tokenizer(), context_of(source.path)
+    settings = as_trained(asked, context)
+    assert settings.max_new_tokens is not None and settings.temperature is not None
+    options = settings.chat_options
+    chat = chat_of(tokenizer, settings.chat, settings.system_prompt, options, key="--chat")
+    problems = _problems(settings)
+    seeds = [derive_seed(asked.seed, 2, index) for index in range(len(problems))]
+    names = Names(str(asked.data), "--max-new-tokens", "max_position_embeddings")
+    batch = encode(problems, seeds, tokenizer, context, settings.max_new_tokens, names, chat)
+    # Without a limit: the one model that has a state makes way for nobody.
+    lanes = with_memory(asked.lanes or parse_lanes("auto"), None)
+    flow = Evaluate(
+        generator=Generator(
+            source,
+            samples_per_prompt=asked.samples,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            min_p=asked.min_p,
+            engine=asked.engine,
+            dtype=asked.dtype,
+            cache_gb=asked.cache_gb,
+            stop=settings.stop or (),
+            chat_options=None if chat is None else options,
+        ),
+        verifier=Verifier(source, (WeightedReward("math"),)),
+    )
+    mode = "eager" if len(lanes) == 1 else "collocated"
+    with launch(flow, items_per_step=len(batch), mode=mode, lanes=lanes) as run:
+        result = run.step(batch)
+    rewards, output = result.output["reward"], result.output
+    groups = [range(n, n + asked.samples) for n in range(0, len(rewards), asked.samples)]
+    elected = [
+        majority([output["text"][row] for row in rows], output["answer"][rows[0]])
+        for rows in groups
+    ]
+    right = [
+        winner is not None and rewards[rows[winner]] >= 1.0
+        for winner, rows in zip(elected, groups, strict=True)
+    ]
+    figures = {
+        "temperature": settings.temperature,
+        f"maj@{asked.samples}": sum(right) / len(right),
+        "mean_tokens": sum(output["num_tokens"]) / len(output),
+        "truncated_share": sum(r != "stop" for r in output["finish_reason"]) / len(output),
+        "seconds": result.seconds,
+    }
+    return [[rewards[row] for row in rows] for rows in groups], figures
+
+
+def _check(asked: Examination) -> None:
+    """Refuse what neither data nor tokenizer are needed for."""
     if asked.data is None:
         raise UserError("is missing", key="--data", expected="problems as JSON lines")
     check_installed(asked.engine)
@@ -86,12 +142,16 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
         )
     if asked.engine == "native":
         check_generation(str(model_folder(asked.model)), "MODEL")
-    template = DEFAULT_TEMPLATE if asked.template is None else asked.template
-    check_template(template, "--template")
+    if asked.template is not None:
+        check_template(asked.template, "--template")
+
+
+def _problems(asked: Examination) -> list[Problem]:
+    assert asked.data is not None and asked.template is not None
     on_bad_row: OnBadRow = "skip" if asked.skip_bad_rows else "fail"
-    problems = read_problems(
+    return read_problems(
         asked.data,
-        template=template,
+        template=asked.template,
         on_bad_row=on_bad_row,
         question=asked.question_column,
         answer=asked.answer_column,
@@ -99,53 +159,6 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
         seed=asked.seed,
         splits=TO_HOLD_OUT,
     )[: asked.limit]
-    source = ModelSource(str(model_folder(asked.model)), "auto")
-    # Without a limit: the one model that has a state makes way for nobody.
-    samples, lanes = asked.samples, with_memory(asked.lanes or parse_lanes("auto"), None)
-    tokenizer, context = source.tokenizer(), context_of(source.path)
-    max_new_tokens, stop = longest(asked, context), ends(asked)
-    seeds = [derive_seed(asked.seed, 2, index) for index in range(len(problems))]
-    names = Names(str(asked.data), "--max-new-tokens", "max_position_embeddings")
-    options = chat_options_of(asked)
-    chat = chat_of(tokenizer, asked.chat, asked.system_prompt, options, key="--chat")
-    batch = encode(problems, seeds, tokenizer, context, max_new_tokens, names, chat)
-    flow = Evaluate(
-        generator=Generator(
-            source,
-            samples_per_prompt=samples,
-            max_new_tokens=max_new_tokens,
-            temperature=_temperature(asked),
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            min_p=asked.min_p,
-            engine=asked.engine,
-            dtype=asked.dtype,
-            cache_gb=asked.cache_gb,
-            stop=stop,
-            chat_options=None if chat is None else options,
-        ),
-        verifier=Verifier(source, (WeightedReward("math"),)),
-    )
-    mode = "eager" if len(lanes) == 1 else "collocated"
-    with launch(flow, items_per_step=len(batch), mode=mode, lanes=lanes) as run:
-        result = run.step(batch)
-    rewards, output = result.output["reward"], result.output
-    groups = [range(n, n + samples) for n in range(0, len(rewards), samples)]
-    elected = [
-        majority([output["text"][row] for row in rows], output["answer"][rows[0]])
-        for rows in groups
-    ]
-    right = [
-        winner is not None and rewards[rows[winner]] >= 1.0
-        for winner, rows in zip(elected, groups, strict=True)
-    ]
-    figures = {
-        f"maj@{samples}": sum(right) / len(right),
-        "mean_tokens": sum(output["num_tokens"]) / len(output),
-        "truncated_share": sum(r != "stop" for r in output["finish_reason"]) / len(output),
-        "seconds": result.seconds,
-    }
-    return [[rewards[row] for row in rows] for rows in groups], figures
 
 
 def majority(texts: Sequence[str], gold: str) -> int | None:
@@ -190,45 +203,31 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def chat_options_of(asked: Examination) -> Mapping[str, Any]:
-    """Variables of the chat template: those that are asked for, or that the run trained with."""
-    if asked.chat_options is not None or asked.chat is False:
-        return asked.chat_options or {}
-    recipe = _trained_by(asked)
-    return {} if recipe is None else recipe.data.chat_options
+def as_trained(asked: Examination, context: int | None) -> Examination:
+    """What is asked, and where it says nothing as the run trained whose checkpoint the model is.
 
-
-def longest(asked: Examination, context: int | None) -> int:
-    """Tokens of the longest answer: as asked, as the run trained, or what real answers need.
+    Of a model that no run has made: the template of `jsonl` and answers of usual length.
 
     Args:
         asked: the examination.
         context: positions of the model; of those, answers get half at most where nothing is said.
     """
-    if asked.max_new_tokens is not None:
-        return asked.max_new_tokens
-    if (recipe := _trained_by(asked)) is not None:
-        return recipe.generation.max_new_tokens
-    usual: int = PRETRAINED["generation"]["max_new_tokens"]
-    return usual if context is None else max(1, min(usual, context // 2))
-
-
-def ends(asked: Examination) -> Sequence[str]:
-    """Strings that end an answer: as asked, or as the run trained."""
-    if asked.stop is not None:
-        return asked.stop
-    recipe = _trained_by(asked)
-    return () if recipe is None else recipe.generation.stop
-
-
-def _trained_by(asked: Examination) -> ReasoningRecipe | None:
-    """The recipe of the run that the model is a checkpoint of; None if it is of none."""
     run = run_of(asked.model)
     recipe = None if run is None else recipe_of(run)
-    return recipe if isinstance(recipe, ReasoningRecipe) else None
-
-
-def _temperature(asked: Examination) -> float:
-    if asked.temperature is not None:
-        return asked.temperature
-    return 0.0 if asked.samples == 1 else 1.0
+    usual: dict[str, Any] = {"chat_options": {}, "temperature": float(asked.samples > 1)}
+    if isinstance(recipe, ReasoningRecipe):
+        data, generation = recipe.data, recipe.generation
+        own = "{question}" if data.task == "addition" else DEFAULT_TEMPLATE
+        usual |= {
+            "max_new_tokens": generation.max_new_tokens,
+            "stop": generation.stop,
+            "template": own if data.template is None else data.template,
+            "chat": data.chat,
+        }
+        if asked.chat is not False:
+            usual |= {"system_prompt": data.system_prompt, "chat_options": data.chat_options}
+    else:
+        longest: int = PRETRAINED["generation"]["max_new_tokens"]
+        longest = longest if context is None else max(1, min(longest, context // 2))
+        usual |= {"max_new_tokens": longest, "stop": (), "template": DEFAULT_TEMPLATE}
+    return replace(asked, **{k: value for k, value in usual.items() if getattr(asked, k) is None})
