@@ -78,6 +78,9 @@ _WRAPPER = re.compile(
 _FRAC = re.compile(
     r"\\[dtc]?frac\s*(?:\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}|([0-9])\s*([0-9]))"
 )
+_NUMERAL = re.compile(
+    r"\(?(?P<digits>[0-9A-Z]*[0-9][0-9A-Z]*)\)?_\{?\(?(?P<base>[0-9]{1,2})\)?\}?", re.ASCII
+)
 _EQUALS = re.compile(r"(?<![<>!≤≥≠:])=(?!=)")
 
 
@@ -143,6 +146,12 @@ def read_number(text: str) -> PlainNumber | None:
     if match["scale"]:
         value *= SCALES[match["scale"].lower()]
     return PlainNumber(value, places, percent=match["percent"] is not None)
+
+
+def read_numeral(text: str) -> tuple[str, int] | None:
+    """The digits and the base of a numeral such as `2516_8`, or None where `text` is none."""
+    match = _NUMERAL.fullmatch(text)
+    return match and (match["digits"].lstrip("0"), int(match["base"]))
 
 
 def same_number(gold: PlainNumber, answer: PlainNumber) -> bool:

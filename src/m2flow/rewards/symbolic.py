@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from m2flow.errors import RunFailed
-from m2flow.rewards.number import MAX_ANSWER_CHARS, tidy, unwrapped
+from m2flow.rewards.number import MAX_ANSWER_CHARS, read_numeral, tidy, unwrapped
 from m2flow.signals import leave_the_end_to_the_parent
 
 SECONDS = 3
@@ -55,7 +55,27 @@ def same_expression(gold: str, answer: str) -> bool:
         return False
     if max(len(gold_text), len(answer_text)) > MAX_ANSWER_CHARS:
         return False
-    return _processes.compare(gold_text, answer_text)
+    same = _same_numeral(gold_text, answer_text)
+    return _processes.compare(gold_text, answer_text) if same is None else same
+
+
+def _same_numeral(gold: str, answer: str) -> bool | None:
+    """Whether numerals are the same, of which one at least names its base; None where none does.
+
+    math-verify does not read bases. An answer may leave out the base of the right one, which the
+    question has named; where the right answer has none, it is decimal.
+    """
+    right, said = read_numeral(gold), read_numeral(answer)
+    if right is not None and said is not None:
+        return right == said
+    if right is not None:
+        return True if right[0] == answer.lstrip("0") else None
+    if said is not None:
+        try:
+            return int(said[0] or "0", said[1]) == int(gold)
+        except ValueError:  # no base, digits that it does not have, or nothing decimal
+            return False
+    return None
 
 
 def canonical(text: str) -> str:
