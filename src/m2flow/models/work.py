@@ -304,11 +304,13 @@ def training_pass(
 ) -> Work:  # fmt: skip
     """Return the work of forward and backward passes, without the update.
 
-    The shards are gathered for either pass, and gradients scattered after the backward.
+    The shards are gathered for either pass, and gradients scattered after the backward, which are
+    summed in float32: each is half of an all-reduce.
     """
     passes = FORWARD_AND_BACKWARD + (RECOMPUTED_FORWARD if recomputes else 0.0)
     share = rates.arithmetic(model, rates.training)
-    walk = _Walk(passes, 3 if recomputes else 2, 1.5)
+    rings = (2 + GRADIENT_BYTES / WEIGHT_BYTES) / 2
+    walk = _Walk(passes, 3 if recomputes else 2, rings)
     return _passes(model, answers, count, division, microbatch, walk, share)
 
 
@@ -383,7 +385,7 @@ def update(model: ModelShape, division: Division, replicas: int) -> Work:
         terms = ring_bytes(GRADIENT_BYTES * dense, division.cp * division.ep)
     return Work(
         read_bytes=2 * ADAM_BYTES * own,
-        sent_bytes=ring_bytes(WEIGHT_BYTES * own, replicas),
+        sent_bytes=ring_bytes(GRADIENT_BYTES * own, replicas),
         span=division.lanes * replicas,
         then=(Work(sent_bytes=terms, span=division.lanes),) if terms else (),
     )
