@@ -225,6 +225,11 @@ FOUND = {
     "3,000 brackets in a row": ("metrics", b"[" * 3000 + b"\n" + METRICS),
     "a step that is no number": ("metrics", b'{"step": null}\n{"step": "2"}\n' + METRICS),
     "a file without a size": ("manifest", b'{"files": {"model/weights": {"sha256": ""}}}'),
+    "a file of which more is said": ("manifest", MANIFEST.replace(b'"bytes"', b'"a": 3, "bytes"')),
+    "a size that is no whole number": (
+        "manifest",
+        MANIFEST.replace(b'"bytes": 3', b'"bytes": 3.5'),
+    ),
     "files that are a list": ("manifest", b'{"files": [1]}'),
     "3,000 brackets in a manifest": ("manifest", b"[" * 3000),
     "a name that no file has": ("manifest", MANIFEST.replace(b"weights", b"w" * 5000)),

@@ -169,8 +169,8 @@ def broken_file(path: Path, *, checksums: bool = True) -> str | None:
         return f"{manifest} is missing"
     try:
         files = json.loads(manifest.read_text())["files"]
-        written = {str(name): (int(one["bytes"]), one["sha256"]) for name, one in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        written = {name: _told(**one) for name, one in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{manifest} cannot be read"
     for name, (num_bytes, sha256) in written.items():
         file = path / name
@@ -189,6 +189,17 @@ def broken_file(path: Path, *, checksums: bool = True) -> str | None:
         if unknown := sorted(there - written.keys() - {MANIFEST}):
             return f"{path / unknown[0]} is not in {manifest}: move it away if you put it there"
     return None
+
+
+def _told(*, bytes: Any, sha256: Any) -> tuple[int, str]:  # noqa: A002, a key of the file
+    """Size and sum of a file in a manifest, which says nothing else of it.
+
+    Raises:
+        TypeError: a key is missing, unknown or of another type.
+    """
+    if type(bytes) is not int or type(sha256) is not str:
+        raise TypeError(bytes, sha256)
+    return bytes, sha256
 
 
 def _write_manifest(folder: Path, step: int) -> None:
