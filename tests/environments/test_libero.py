@@ -75,6 +75,21 @@ def test_every_suite_says_its_states_limits_and_sentences(libero, suite):
 
 
 @pytest.mark.slow
+def test_only_the_cameras_that_are_asked_for_are_observed(libero):
+    from m2flow.environments.libero import LiberoEnvironment
+
+    def names(**options):
+        return [
+            part.name for part in LiberoEnvironment("libero_spatial/0", **options).spec.observations
+        ]
+
+    assert names() == ["state", "image", "wrist_image"]
+    assert names(cameras=["wrist_image"]) == ["state", "wrist_image"]
+    assert names(pixels=0) == ["state"]
+    with pytest.raises(UserError, match="expected image or wrist_image"):
+        names(cameras=["front"])
+
+
 def test_chunks_pictures_and_replay(libero):
     if not any(found.works for found in backends() if found.name in ("egl", "osmesa")):
         pytest.skip("needs EGL or OSMesa")

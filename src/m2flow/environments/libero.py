@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,25 @@ class LiberoEnvironment(Environment):
         plain: draw without shadows, reflections and multisampling, in this whole process: a third
             of the time, and not the pictures that checkpoints were trained on.
         max_episode_steps: 0 for the suite's own.
+        cameras: of `CAMERAS` those that are observed; each is drawn at every decision.
     """
 
     def __init__(
-        self, task: str, pixels: int = 256, plain: bool = False, max_episode_steps: int = 0
+        self,
+        task: str,
+        pixels: int = 256,
+        plain: bool = False,
+        max_episode_steps: int = 0,
+        cameras: Sequence[str] = tuple(CAMERAS),
     ) -> None:
+        for camera in cameras:
+            if camera not in CAMERAS:
+                raise UserError(
+                    "is no camera of LIBERO",
+                    key="environment.options.cameras",
+                    value=camera,
+                    expected=" or ".join(CAMERAS),
+                )
         suite, _, number = task.partition("/")
         self._suite, self._pixels, self._plain = suite, pixels, plain
         self._benchmark = _benchmark(suite)
@@ -67,7 +81,8 @@ class LiberoEnvironment(Environment):
         self._sentences = {index: self._sentence(index) for index in numbers}
         self._simulator: Any = None
         self._loaded = self._task = -1
-        images = [image_spec(name, pixels, pixels) for name in CAMERAS] if pixels else []
+        self._cameras = tuple(cameras) if pixels else ()
+        images = [image_spec(name, pixels, pixels) for name in self._cameras]
         kind = suite.split("_")[1]
         self.spec = EnvironmentSpec(
             f"libero:{task}",
@@ -128,9 +143,8 @@ class LiberoEnvironment(Environment):
         angles = axis_angle(seen["robot0_eef_quat"])
         parts = (seen["robot0_eef_pos"], angles, seen["robot0_gripper_qpos"])
         found = {"state": np.concatenate(parts)}
-        if self._pixels:
-            for name, camera in CAMERAS.items():
-                found[name] = self._drawn(camera, self._pixels)
+        for name in self._cameras:
+            found[name] = self._drawn(CAMERAS[name], self._pixels)
         return found
 
     def instruction(self) -> str:

@@ -62,7 +62,11 @@ FAMILIES = {
         light=True,
     ),
     "libero": Family(
-        ("m2flow.environments.libero", "LiberoEnvironment"), "libero", "libero", pixels=256
+        ("m2flow.environments.libero", "LiberoEnvironment"),
+        "libero",
+        "libero",
+        pixels=256,
+        draws_always=True,
     ),
     "maniskill": Family(
         ("m2flow.environments.maniskill", "ManiSkillEnvironment"),

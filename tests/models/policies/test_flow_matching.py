@@ -45,7 +45,8 @@ def test_evaluate_gives_what_act_gave_whatever_the_batch(noise: str) -> None:
     output = model.act(seen, seeds=SEEDS)
     judged = model.evaluate(seen, output.tokens)
     assert output.actions.shape == (3, 4, 3)
-    assert output.tokens.shape == output.logprobs.shape == judged.entropy.shape == (3, 4, 15)
+    assert output.tokens.shape == (3, 4, 5 * (3 + 2))
+    assert output.logprobs.shape == judged.entropy.shape == (3, 4, 15)
     torch.testing.assert_close(judged.logprobs, output.logprobs, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(judged.values, output.values)
     for i in range(3):
@@ -57,7 +58,7 @@ def test_evaluate_gives_what_act_gave_whatever_the_batch(noise: str) -> None:
 def test_greedy_acting_solves_the_equation_as_transformers_does() -> None:
     model, seen = policy(), observations()
     ours = model.act(seen, seeds=SEEDS, greedy=True).actions
-    noise = standard_normal(torch.tensor(SEEDS), 12).view(3, 4, 3).float()
+    noise = standard_normal(torch.tensor(SEEDS), 20).view(3, 4, 5).float()
     ids, mask = model._prompts(seen["instruction"], torch.device("cpu"))
     from m2flow.models.policies.flow_matching import _picture
 
@@ -70,17 +71,17 @@ def test_greedy_acting_solves_the_equation_as_transformers_does() -> None:
         attention_mask=mask,
         pixel_attention_mask=torch.ones(3, 2, dtype=torch.bool),
     )
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, theirs[..., :3], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 def test_each_step_of_the_path_is_the_gaussian_of_the_stochastic_equation() -> None:
     model, seen = policy(noise_level=0.7), observations()
     output = model.act(seen, seeds=SEEDS)
-    path = output.tokens.split(3, dim=-1)
+    path = output.tokens.split(5, dim=-1)
     logprobs = output.logprobs.split(3, dim=-1)
     standard = torch.distributions.Normal(0.0, 1.0)
-    torch.testing.assert_close(logprobs[0], standard.log_prob(path[0]))
+    torch.testing.assert_close(logprobs[0], standard.log_prob(path[0][..., :3]))
     scene = model._scene(seen)
     for step in range(4):
         t, d = 1 - step / 4, 1 / 4
@@ -89,7 +90,7 @@ def test_each_step_of_the_path_is_the_gaussian_of_the_stochastic_equation() -> N
         mean = path[step] - d * v - d * s * s / (2 * t) * (path[step] + (1 - t) * v)
         oracle = torch.distributions.Normal(mean, s * d**0.5)
         torch.testing.assert_close(
-            logprobs[step + 1], oracle.log_prob(path[step + 1]), rtol=1e-3, atol=1e-4
+            logprobs[step + 1], oracle.log_prob(path[step + 1])[..., :3], rtol=1e-3, atol=1e-4
         )
 
 
@@ -118,7 +119,7 @@ def test_the_stochastic_equation_keeps_the_marginals() -> None:
 def test_the_noise_network_keeps_its_bounds_and_learns() -> None:
     model, seen = policy("network", std_range=(0.1, 0.2)), observations()
     output = model.act(seen, seeds=SEEDS)
-    _, log_std = model._transition(model._scene(seen), output.tokens[..., :3], 0)
+    _, log_std = model._transition(model._scene(seen), output.tokens[..., :5], 0)
     assert (log_std.exp() > 0.1).all()
     assert (log_std.exp() < 0.2).all()
     at_level(model.evaluate(seen, output.tokens).logprobs, "chunk").sum().backward()
@@ -209,7 +210,7 @@ def test_a_part_of_the_decided_actions_is_carried_out_and_counted() -> None:
     whole, part = policy(), policy(chunk=2)
     ours, theirs = part.act(seen, seeds=SEEDS), whole.act(seen, seeds=SEEDS)
     torch.testing.assert_close(ours.actions, theirs.actions[:, :2])
-    assert ours.tokens.shape == (3, 2, 2 * 5 * 3)
+    assert ours.tokens.shape == (3, 2, 2 * 5 * (3 + 2))
     torch.testing.assert_close(ours.logprobs[..., :15], theirs.logprobs[:, :2])
     assert not ours.logprobs[..., 15:].any()
     judged = part.evaluate(seen, ours.tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ if find_spec("timm") is None or find_spec("peft") is None:
 
 from m2flow.errors import UserError
 from m2flow.models.policies.protocol import at_level
-from m2flow.models.policies.vla import parallel
+from m2flow.models.policies.vla import checkpoint, parallel
 from m2flow.models.policies.vla.actions import ActionBins, ActionScale, scale_proprioception
 from m2flow.models.policies.vla.checkpoint import (
     build_empty,
@@ -403,17 +404,52 @@ def test_lanczos_is_that_of_pillow_on_single_precision(size: tuple[int, int]) ->
 
 
 def test_the_crop_is_the_middle_nine_tenths_of_the_area() -> None:
-    """A ramp stays a ramp, of the part between the crop's edges; bilinear, corners on corners."""
+    """A ramp stays a ramp, of the part between the crop's edges; bilinear, corners on corners.
+
+    Levels are cut as TensorFlow's `convert_image_dtype` cuts them: x * 255.5, rounded down.
+    """
     ramp = torch.linspace(0, 255, 224)
     picture = ramp.round().byte()[None, None, :, None].expand(1, 224, 224, 3).contiguous()
     ours = preprocess(picture, 224, centre_crop=True)[0, 3, 100]
     margin = (1 - math.sqrt(0.9)) / 2
-    expected = (torch.linspace(margin, 1 - margin, 224) - 0.5) / 0.5
-    torch.testing.assert_close(ours, expected, rtol=0, atol=0.01)
+    places = np.linspace(margin * 223, (1 - margin) * 223, 224)
+    drawn = np.interp(places, np.arange(224), picture[0, 0, :, 0].numpy())
+    levels = np.floor(drawn / 255 * 255.5)
+    exact = np.rint((ours.numpy() + 1) * 127.5)
+    assert (exact == levels).mean() > 0.98, "but where float32 and float64 part"
+    assert np.abs(exact - levels).max() <= 1
     # Pillow's box gives the same but for its convention at the corners.
     box = tuple(224 * x for x in (margin, margin, 1 - margin, 1 - margin))
     cropped = Image.fromarray(picture[0].numpy()).resize((224, 224), Image.Resampling.BILINEAR, box)
     assert np.abs(np.array(cropped)[100, :, 0] / 127.5 - 1 - ours.numpy()).max() < 0.03
+
+
+def test_the_l1_head_keeps_to_the_environments_bounds() -> None:
+    """What it regresses has none: a figure beyond the environment's had ended the run."""
+    policy, seen = tiny("l1"), observations(1)
+    free = policy.act(seen, seeds=[0], greedy=True)
+    low, high = (-0.1,) * free.actions.shape[-1], (0.1,) * free.actions.shape[-1]
+    policy.options = replace(policy.options, low=low, high=high)
+    held = policy.act(seen, seeds=[0], greedy=True)
+    assert float(free.actions.abs().max()) > 0.1
+    torch.testing.assert_close(held.actions, free.actions.clamp(-0.1, 0.1))
+    torch.testing.assert_close(held.tokens, free.tokens)
+
+
+@pytest.mark.parametrize(
+    "figures", [{}, {"action": {"min": [0.0], "max": [1.0]}}, {"action": {"q01": [0.0], "q99": []}}]
+)
+def test_statistics_without_percentiles_are_refused_before_weights_are_read(
+    tmp_path: Path, figures: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_load_model", None)
+    save_policy(tiny("openvla"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["norm_stats"] = {"mine": figures}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for load in (load_openvla, load_openvla_oft):
+        with pytest.raises(UserError, match=r"statistics: .*percentiles of actions .*mine"):
+            load(tmp_path)
 
 
 def test_the_prompt_is_the_published_one() -> None:
@@ -531,9 +567,9 @@ def test_activations_that_are_computed_again_give_the_same_gradients(kind: str, 
 
 
 def test_missing_statistics_list_those_there_are() -> None:
-    raw = {**tiny("openvla").model.config.raw, "norm_stats": {"a_no_noops": {}, "b": {}}}
-    config = VLAConfig.of(raw)
-    assert config.statistics("a") == {}
+    known = {"a_no_noops": STATISTICS, "b": STATISTICS}
+    config = VLAConfig.of({**tiny("openvla").model.config.raw, "norm_stats": known})
+    assert config.statistics("a") == STATISTICS
     for name in ("c", None):
         with pytest.raises(UserError, match="a_no_noops, b"):
             config.statistics(name)

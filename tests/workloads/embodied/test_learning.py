@@ -311,11 +311,11 @@ def test_advantages_are_brought_to_mean_0_and_deviation_1(credit: str) -> None:
     [
         ({"algorithm": {"advantage_level": "action", "level": "chunk"}}, "one probability ratio"),
         ({"policy": {"kind": "pi0"}, "algorithm": {"advantage_level": "action"}}, "pi0 denoises"),
+        ({"policy": {"kind": "pi0"}, "warmup": {"steps": 1}}, "pi0 gives no probability"),
+        ({"policy": {"kind": "openvla-oft"}}, "expected 8 for the checkpoints of LIBERO"),
         ({"algorithm": {"name": "grpo", "advantage_level": "action"}}, "grpo has no use for it"),
     ],
 )
-def test_advantages_of_actions_that_there_cannot_be_are_refused(
-    changes: dict[str, Any], line: str
-) -> None:
+def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
         read_recipe({**RECIPE, **changes})

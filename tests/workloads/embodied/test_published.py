@@ -39,6 +39,9 @@ needs_vla = pytest.mark.skipif(
     find_spec("timm") is None or find_spec("peft") is None, reason="needs the extra vla"
 )
 
+SHORT = {"horizon": 2, "automatic_reset": False}
+"""Rollouts that are one episode, which ends after two steps."""
+
 
 def refused(changes: dict[str, Any]) -> str:
     """The one line that a recipe is refused with, before anything is started."""
@@ -161,11 +164,14 @@ def test_a_checkpoint_is_what_acts(tmp_path: Path) -> None:
 @needs_vla
 def test_a_published_model_is_evaluated_by_a_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(json.dumps(TABLE | {"tiny": {"rollout.horizon": 2}}))
     lanes = parse_lanes("cpu:1")
-    figures = examine(Examination(Path("tiny"), recipe, limit=3, lanes=lanes))
+    asked = Examination(Path("tiny"), recipe, limit=3, lanes=lanes)
+    recipe.write_text(json.dumps(TABLE | {"tiny": {"rollout": SHORT}}))
+    figures = examine(asked)
     assert figures["about"] == "3 episodes of table:reach"
     assert figures["length"] <= 2
+    recipe.write_text(json.dumps(TABLE | {"tiny": {"rollout.horizon": 2}}))
+    assert examine(asked)["length"] > 2, "whole episodes, where training's rollouts are none"
     with pytest.raises(UserError, match="or a published model and --data RECIPE"):
         examine(Examination(tmp_path, None))
 
@@ -174,7 +180,7 @@ def test_a_published_model_is_evaluated_by_a_recipe(tmp_path: Path) -> None:
 def test_a_regression_head_is_evaluated_and_not_trained(tmp_path: Path) -> None:
     """Its actions are the head's, which are those of no bin; training is refused beforehand."""
     folder = checkpoint(tmp_path / "model", regresses=True)
-    data = TABLE | {"policy": TABLE["policy"] | {"head": "l1"}, "rollout": {"horizon": 2}}
+    data = TABLE | {"policy": TABLE["policy"] | {"head": "l1"}, "rollout": SHORT}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(data))
     lanes = parse_lanes("cpu:1")
@@ -184,7 +190,7 @@ def test_a_regression_head_is_evaluated_and_not_trained(tmp_path: Path) -> None:
     state = {"image": torch.zeros(1, 32, 32, 3, dtype=torch.uint8)}
     seen = state | {"instruction": ["reach the red ball"]}
     decided = policy.act(seen, seeds=[0], greedy=True)
-    assert torch.equal(decided.actions, policy.scale(decided.tokens))
+    assert torch.equal(decided.actions, policy.scale(decided.tokens).clamp(-1, 1))
     with pytest.raises(UserError, match=r"policy.head.*cannot be trained.*m2flow eval"):
         train(data, {"model": folder}, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()

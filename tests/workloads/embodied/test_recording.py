@@ -122,7 +122,7 @@ def test_an_episode_that_fails_takes_only_its_own_turns() -> None:
     see(recordings, [6.0], [5])
     turn(recordings, [2.0, 4.0])
     recordings.of["single"][:] = True
-    assert recordings.over(recordings.rows_of(NUMBERS), 99).tolist() == [True, False]
+    assert recordings.over(recordings.rows_of(NUMBERS), 99, 99).tolist() == [True, False]
     for number in NUMBERS:
         recordings.stop(number)
     assert rows(recordings, "turn.reward") == [[1.0, 2.0], [1.0, 2.0, 3.0, 4.0]]
@@ -130,6 +130,17 @@ def test_an_episode_that_fails_takes_only_its_own_turns() -> None:
     assert [one["return"] for one in recordings.told[5].episodes] == [1.0, 2.0]
     row = recordings.rows_of([5])
     assert (recordings.of["failed"][row], recordings.of["steps"][row]) == (1, 4)
+
+
+def test_a_rollout_that_is_one_episode_may_go_on_for_longer() -> None:
+    """An evaluation judges whole episodes, also where rollouts of the training are shorter."""
+    recordings = begun(single=False)
+    recordings.of["single"][recordings.rows_of([NUMBERS[1]])] = True
+    rows_of = recordings.rows_of(NUMBERS)
+    turn(recordings, [1.0, 1.0])
+    assert recordings.over(rows_of, 1, 2).tolist() == [True, False]
+    turn(recordings, [1.0, 1.0])
+    assert recordings.over(rows_of, 1, 2).tolist() == [True, True]
 
 
 def test_tables_grow_with_turns_and_rollouts() -> None:

@@ -110,6 +110,7 @@ class FlowMatchingPolicy(Policy):
         self.model, self.tokenizer, self.options = model, tokenizer, options
         self.steps = options.steps or config.num_inference_steps
         self.horizon, self.size = config.chunk_size, options.action_size
+        self.coordinates = config.max_action_dim  # denoised; those beyond `size` mean nothing
         self.chunk = options.chunk or self.horizon
         if self.horizon % self.chunk:
             raise UserError(
@@ -122,7 +123,7 @@ class FlowMatchingPolicy(Policy):
         if options.noise == "network":
             width = config.dit_config.hidden_size
             self.noise_network = nn.Sequential(
-                nn.Linear(width, width), nn.Tanh(), nn.Linear(width, self.size)
+                nn.Linear(width, width), nn.Tanh(), nn.Linear(width, self.coordinates)
             )
         self.value_head: nn.Module | None = None
         if options.critic:
@@ -135,9 +136,9 @@ class FlowMatchingPolicy(Policy):
     ) -> PolicyOutput:
         scene = self._scene(observations)
         seed_B = seed_tensor(seeds, scene.state.device)
-        coordinates = self.horizon * self.size
-        noise = standard_normal(seed_B, (self.steps + 1) * coordinates).to(scene.state.dtype)
-        noise = noise.view(len(seeds), self.steps + 1, self.horizon, self.size)
+        drawn = (self.steps + 1) * self.horizon * self.coordinates
+        noise = standard_normal(seed_B, drawn).to(scene.state.dtype)
+        noise = noise.view(len(seeds), self.steps + 1, self.horizon, self.coordinates)
         path = [noise[:, 0]]
         logprobs = [normal_logprob(path[0], torch.zeros(()), torch.zeros(()))]
         for step in range(self.steps):
@@ -152,17 +153,17 @@ class FlowMatchingPolicy(Policy):
             path.append(following)
             logprobs.append(logprob)
         return PolicyOutput(
-            self._environment_actions(path[-1][:, : self.chunk]),
+            self._environment_actions(path[-1][:, : self.chunk, : self.size]),
             self._rows(torch.cat(path, dim=-1)),
-            self._counted(torch.cat(logprobs, dim=-1)),
+            self._counted(logprobs),
             self._value(scene),
         )
 
     def evaluate(self, observations: Observations, tokens: Tensor) -> Evaluation:
         scene = self._scene(observations)
-        width = (self.steps + 1) * self.size
+        width = (self.steps + 1) * self.coordinates
         rows = tokens.view(len(tokens), self.chunk, -1, width).transpose(1, 2)
-        path = rows.reshape(len(tokens), self.horizon, width).split(self.size, dim=-1)
+        path = rows.reshape(len(tokens), self.horizon, width).split(self.coordinates, dim=-1)
         zero = torch.zeros((), device=tokens.device)
         logprobs = [normal_logprob(path[0], zero, zero)]
         entropies = [normal_entropy(zero).expand_as(path[0])]
@@ -171,8 +172,8 @@ class FlowMatchingPolicy(Policy):
             logprobs.append(normal_logprob(path[step + 1], mean, log_std))
             entropies.append(normal_entropy(log_std).expand_as(mean))
         return Evaluation(
-            self._counted(torch.cat(logprobs, dim=-1)),
-            self._counted(torch.cat(entropies, dim=-1)),
+            self._counted(logprobs),
+            self._counted(entropies),
             self._value(scene),
         )
 
@@ -182,10 +183,14 @@ class FlowMatchingPolicy(Policy):
         split = path_BHD.view(batch, self.horizon // self.chunk, self.chunk, width)
         return split.transpose(1, 2).reshape(batch, self.chunk, -1)
 
-    def _counted(self, figures_BHD: Tensor) -> Tensor:
-        """Return the same rows in float32, zeros for actions that are not carried out."""
+    def _counted(self, figures: Sequence[Tensor]) -> Tensor:
+        """Return such rows of figures [B, H, coordinates] of each point, in float32.
+
+        Of the coordinates that an action has; zeros for actions that are not carried out.
+        """
+        figures_BHD = torch.cat([some[..., : self.size] for some in figures], dim=-1).float()
         carried_out = torch.arange(self.horizon, device=figures_BHD.device) < self.chunk
-        return self._rows(figures_BHD.float() * carried_out[:, None])
+        return self._rows(figures_BHD * carried_out[:, None])
 
     def _transition(self, scene: _Scene, x_BKA: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return mean and log standard deviation of the next point of the path."""
@@ -207,17 +212,16 @@ class FlowMatchingPolicy(Policy):
     def _velocity(self, scene: _Scene, x_BKA: Tensor, time: float) -> tuple[Tensor, Tensor]:
         """Return the velocity [B, K, A] and the action expert's hidden state [B, K, width]."""
         model = self.model
-        padded = F.pad(x_BKA, (0, model.config.max_action_dim - self.size))
         time_B = torch.full((len(x_BKA),), time, device=x_BKA.device)
         output = model.model(
-            action_embeds=model.embed_action_time(scene.state, padded, time_B),
+            action_embeds=model.embed_action_time(scene.state, x_BKA, time_B),
             attention_mask=scene.mask,
             past_key_values=scene.cache,
         )
         # The prefix alone stays: a step does not see the steps before it.
         scene.cache.crop(scene.mask.shape[1] - scene.cache.get_seq_length())
         hidden = output.last_hidden_state[:, -self.horizon :]
-        return model.action_out_proj(hidden)[..., : self.size], hidden
+        return model.action_out_proj(hidden), hidden
 
     def _scene(self, observations: Observations) -> _Scene:
         model, device = self.model, self.model.device
@@ -423,7 +427,7 @@ def tiny_pi0(
         },
         chunk_size=chunk,
         max_state_dim=state_size,
-        max_action_dim=options.action_size,
+        max_action_dim=options.action_size + 2,  # published: 32
         num_inference_steps=4,
     )
     with torch.random.fork_rng():

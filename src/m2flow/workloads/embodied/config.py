@@ -171,6 +171,14 @@ class PolicySection(Section):
     @model_validator(mode="after")
     def _keys_belong_to_the_kind(self) -> PolicySection:
         common.refuse_keys_of_others(self, "policy.kind", KEYS_OF_POLICIES)
+        if self.kind == "openvla-oft" and self.chunk == 1:
+            raise UserError(
+                "openvla-oft decodes the actions of a chunk at once, and reads no other chunk than "
+                "it was trained on",
+                key="policy.chunk",
+                value=1,
+                expected="8 for the checkpoints of LIBERO",
+            )
         return self
 
 
@@ -478,6 +486,13 @@ class EmbodiedRecipe(common.Recipe):
                 key="algorithm.advantage_level",
                 value="action",
                 expected="chunk",
+            )
+        if self.policy.kind == "pi0" and self.warmup.steps:
+            raise UserError(
+                "pi0 gives no probability of an action that was shown, which cloning needs",
+                key="warmup.steps",
+                value=self.warmup.steps,
+                expected="0: begin with a checkpoint that is trained on demonstrations",
             )
         sac = self.algorithm.name == "sac"
         if sac and (self.policy.kind, self.policy.distribution) != ("mlp", "squashed"):

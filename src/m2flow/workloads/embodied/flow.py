@@ -122,6 +122,7 @@ def recipe_flow(
             recipe.rollouts_per_step,
             steps_aside=spec is not None
             and (spec.restores == "saved" or recipe.environment.steps_aside),
+            longest=spec.max_episode_steps if spec and recipe.rollout.automatic_reset else None,
         ),
         "actor": Actor(source),
         "learner": EmbodiedLearner(source, recipe, state),

@@ -54,7 +54,9 @@ def load_openvla(
 ) -> OpenVLAPolicy:
     """Load an OpenVLA checkpoint as a policy that decodes token by token."""
     options = options or VLAOptions()
-    model, tokenizer = _load_model(checked_folder(folder), dtype)
+    path = checked_folder(folder)
+    load_config(path).statistics(options.statistics)  # refused before weights are read
+    model, tokenizer = _load_model(path, dtype)
     policy = OpenVLAPolicy(model, tokenizer, options)
     _load_value_head(policy, Path(folder))
     return policy
@@ -82,8 +84,8 @@ def load_openvla_oft(
         raise UserError("unknown head", key="head", value=head, expected="discrete or l1")
     path = checked_folder(folder)
     options = options or VLAOptions(chunk=8)
+    statistics = load_config(path).statistics(options.statistics)
     model, tokenizer = _load_model(path, dtype)
-    statistics = model.config.statistics(options.statistics)
     projector = l1_head = None
     if proprioception:
         weights = _head_weights(path, "proprio_projector")

@@ -6,7 +6,7 @@ the one it came from. A checkpoint of another family is refused in one line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ class VLAConfig:
             name = found[0]
         for candidate in (name or "", f"{name}_no_noops"):
             if candidate in self.norm_stats:
-                return self.norm_stats[candidate]
+                return _with_percentiles(self.norm_stats[candidate], candidate)
         raise UserError(
             "the checkpoint has no statistics of that name",
             key="statistics",
@@ -102,3 +102,18 @@ class VLAConfig:
             expected=f"one of: {', '.join(found)}" if found else "norm_stats in config.json",
             hint=suggestion(name, found) if name and len(found) > 1 else None,
         )
+
+
+def _with_percentiles(statistics: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The statistics of a data set, which have the percentiles that actions are scaled by."""
+    action = statistics.get("action")
+    ends = [action.get(end) for end in ("q01", "q99")] if isinstance(action, Mapping) else []
+    sizes = {len(end) if isinstance(end, Sequence) else 0 for end in ends}
+    if len(sizes) != 1 or 0 in sizes:
+        raise UserError(
+            "the checkpoint's statistics have no percentiles of actions",
+            key="statistics",
+            value=name,
+            expected="norm_stats.NAME.action.q01 and .q99, a figure for each coordinate",
+        )
+    return statistics

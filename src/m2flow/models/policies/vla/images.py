@@ -88,15 +88,15 @@ def _filter(length: int, size: int) -> Tensor:
 def _crop_middle(pixels_B3HW: Tensor, area: float) -> Tensor:
     """Crop to that part of the area and resize back, bilinear, corners on corners.
 
-    The crop's corners need not lie on pixels; values between pixels are interpolated. Rounded to
-    256 levels, since the result is a picture again.
+    The crop's corners need not lie on pixels; values between pixels are interpolated. The result
+    is a picture again, of 256 levels, cut as TensorFlow's `convert_image_dtype` cuts them.
     """
     side = area**0.5
     theta = pixels_B3HW.new_tensor([[side, 0.0, 0.0], [0.0, side, 0.0]])
     batch = pixels_B3HW.shape[0]
     grid = F.affine_grid(theta.expand(batch, 2, 3), list(pixels_B3HW.shape), align_corners=True)
     cropped = F.grid_sample(pixels_B3HW, grid, align_corners=True)
-    return (cropped.clamp(0, 1) * 255).round() / 255
+    return (cropped.clamp(0, 1) * 255.5).floor() / 255
 
 
 def _channels(values: tuple[float, ...], like: Tensor) -> Tensor:

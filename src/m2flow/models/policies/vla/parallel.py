@@ -55,7 +55,11 @@ class OpenVLAOFTPolicy(VLAPolicy):
             if not greedy:
                 raise _no_distribution()
             scaled = self.l1_head(hidden_BKAE)
-            return PolicyOutput(self.scale(scaled), scaled, torch.zeros_like(scaled), values_B)
+            actions = self.scale(scaled).float()
+            if self.options.low is not None and self.options.high is not None:
+                ends = (self.options.low, self.options.high)
+                actions = actions.clamp(*map(actions.new_tensor, ends))
+            return PolicyOutput(actions, scaled, torch.zeros_like(scaled), values_B)
         logits_BKAV = self._logits(hidden_BKAE)
         if greedy:
             index_BKA = logits_BKAV.argmax(dim=-1)

@@ -49,6 +49,7 @@ class VLAOptions:
         temperature: of the distribution that tokens are drawn from and judged by.
         restricted: whether only action bins can be drawn.
         critic: whether there is a value head.
+        low, high: what the environment takes, which the L1 head is clamped to; None for no bounds.
     """
 
     statistics: str | None = None
@@ -60,6 +61,8 @@ class VLAOptions:
     temperature: float = 1.0
     restricted: bool = True
     critic: bool = False
+    low: tuple[float, ...] | None = None
+    high: tuple[float, ...] | None = None
 
 
 class VLAPolicy(Policy):

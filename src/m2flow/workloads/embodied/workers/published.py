@@ -85,6 +85,8 @@ def _openvla(
         chunk=section.chunk,
         temperature=section.temperature,
         critic=critic,
+        low=spec.action.low,
+        high=spec.action.high,
     )
     parallel, dtype = section.kind == "openvla-oft", getattr(torch, section.dtype)
     policy: VLAPolicy

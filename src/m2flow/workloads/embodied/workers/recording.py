@@ -203,11 +203,16 @@ class Recordings:
         of["kept"][row] = of["turns"][row]
         self._begin_episode(row)
 
-    def over(self, rows: Rows, horizon: int) -> Any:
-        """Bool [B]: whether rollouts have gone on for long enough, in environment steps."""
+    def over(self, rows: Rows, horizon: int, longest: int) -> Any:
+        """Bool [B]: whether rollouts have gone on for long enough, in environment steps.
+
+        Those that are one episode may go on for `longest`, others for `horizon`.
+        """
+        import numpy as np
+
         of = self.of
         once = of["single"][rows] & (of["ended"][rows] + of["failed"][rows] > 0)
-        return once | (of["steps"][rows] >= horizon)
+        return once | (of["steps"][rows] >= np.where(of["single"][rows], longest, horizon))
 
     def waiting(self, rows: Rows) -> Any:
         """Bool [B]: whether no episode runs, so that the next one has to begin."""

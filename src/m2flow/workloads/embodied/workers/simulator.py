@@ -37,6 +37,7 @@ class Simulator(Worker):
     Args:
         environment: which simulator, and in how many processes.
         horizon: environment steps of a rollout at most.
+        longest: the same of a rollout that is one episode; None for `horizon`.
         rollouts: of a step, on all lanes.
         steps_aside: whether it does.
     """
@@ -47,8 +48,10 @@ class Simulator(Worker):
         horizon: int,
         rollouts: int = 1,
         steps_aside: bool = False,
+        longest: int | None = None,
     ) -> None:
         self.environment, self.horizon = environment, horizon
+        self.longest = horizon if longest is None else longest
         self.rollouts, self.steps_aside = rollouts, steps_aside
 
     def load(self, place: Place) -> None:
@@ -140,7 +143,7 @@ class Simulator(Worker):
                 elif not recordings.told[number].episodes:
                     recordings.told[number].film = None  # of an episode that does not count
         self._film(numbers)
-        done = recordings.over(rows, self.horizon)
+        done = recordings.over(rows, self.horizon, self.longest)
         columns = {"turn": acted["turn"] + 1, "done": torch.from_numpy(done)}
         left = [number for number, over in zip(numbers, done.tolist(), strict=True) if over]
         if left:
