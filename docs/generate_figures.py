@@ -307,6 +307,24 @@ def learning() -> Table:
     ]
 
 
+RETURNS = ("ppo-cnn-cartpole", "sac-mlp-pendulum")
+"""Recipes of tasks that have no success."""
+
+
+def learning_embodied() -> Table:
+    """Evaluations of embodied recipes before and during training, and the command's seconds."""
+
+    def said(one: dict[str, Any]) -> str:
+        digits = 2 if max(map(abs, one["evaluations"])) <= 1 else 0
+        return f"{', '.join(f'{x:.{digits}f}' for x in one['evaluations'])}; {one['seconds']:.0f} s"
+
+    return "recipe, and what its evaluations say | seed 0 | seed 1", [
+        (f"`{name}`, `{'eval/return' if name in RETURNS else 'eval/success'}`",
+         *map(said, seeds.values()))
+        for name, seeds in read("learning_embodied")["results"].items()
+    ]  # fmt: skip
+
+
 def in_short() -> Table:
     """What README says of all that."""
     shares = read("quickstart_modes")["results"]["against_eager"]
@@ -499,6 +517,7 @@ TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
     "training": (training, ("training",)),
     "peers_sb3": (peers_sb3, ("peers_sb3",)),
     "learning": (learning, ("learning",)),
+    "learning_embodied": (learning_embodied, ("learning_embodied",)),
     "chaos": (chaos, ("chaos",)),
     "faults": (faults, ("soak", "soak_embodied", "recovery", "crash_schedules", "fuzz")),
 }  # fmt: skip
