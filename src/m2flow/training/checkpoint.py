@@ -169,7 +169,7 @@ def broken_file(path: Path, *, checksums: bool = True) -> str | None:
         return f"{manifest} is missing"
     try:
         files = json.loads(manifest.read_text())["files"]
-        written = {name: _told(**one) for name, one in files.items()}
+        written = {name: _size_and_sum(one) for name, one in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{manifest} cannot be read"
     for name, (num_bytes, sha256) in written.items():
@@ -191,15 +191,16 @@ def broken_file(path: Path, *, checksums: bool = True) -> str | None:
     return None
 
 
-def _told(*, bytes: Any, sha256: Any) -> tuple[int, str]:  # noqa: A002, a key of the file
-    """Size and sum of a file in a manifest, which says nothing else of it.
+def _size_and_sum(entry: Any) -> tuple[int, str]:
+    """Bytes and SHA-256 of a file in a manifest, which says nothing else of it.
 
     Raises:
-        TypeError: a key is missing, unknown or of another type.
+        KeyError, TypeError, ValueError: a key is missing, unknown or of another type.
     """
-    if type(bytes) is not int or type(sha256) is not str:
-        raise TypeError(bytes, sha256)
-    return bytes, sha256
+    size, sha256 = entry["bytes"], entry["sha256"]
+    if len(entry) != 2 or type(size) is not int or type(sha256) is not str:
+        raise ValueError("no entry of a manifest")
+    return size, sha256
 
 
 def _write_manifest(folder: Path, step: int) -> None:
