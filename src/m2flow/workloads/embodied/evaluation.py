@@ -17,6 +17,7 @@ from m2flow.workloads.common.resume import recipe_of, run_of
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.embodied.config import EmbodiedRecipe, EmbodiedWarmupSection
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+from m2flow.workloads.embodied.flow import evaluation_flow
 
 EPISODES = 100
 
@@ -61,13 +62,11 @@ def examine(asked: Examination) -> dict[str, Any]:
     experiment = EmbodiedExperiment(recipe)
     starts = experiment.held_out()
     assert starts is not None
-    flow = experiment.flow(asked.model.resolve() if asked.data is None else None)
+    weights = asked.model.resolve() if asked.data is None else None
+    flow = evaluation_flow(recipe, experiment.spec, weights)
     mode = "eager" if len(lanes) == 1 else "collocated"
-    with launch(
-        flow, items_per_step=recipe.items_per_step, mode=mode, lanes=lanes,
-        also={"evaluate": count},
-    ) as running:  # fmt: skip
-        result = running.run_method("evaluate", starts)
+    with launch(flow, items_per_step=count, mode=mode, lanes=lanes) as running:
+        result = running.step(starts)
     figures = experiment.evaluation(result)
     if not figures:
         raise RunFailed(f"all {count} episodes of {recipe.environment.name} failed")
