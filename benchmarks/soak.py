@@ -2,10 +2,10 @@
 
 A whole command, `m2flow train` on two lanes, that would never end: the quick start, or with
 `--embodied` that of embodied agents, with its simulators in processes. Once a minute the process of
-a lane or of simulators, as a seed says, is killed (SIGKILL). Every few seconds the launcher and all
-processes that stem from it are counted, with their memory (proportional set size), their open
-files, and the run's files in shared memory. In the end SIGTERM ends the run with a checkpoint, and
-what is left is counted.
+a lane or of simulators, as a seed says, is killed (SIGKILL): the one that has lived longest. Every
+few seconds the launcher and all processes that stem from it are counted, with their memory
+(proportional set size), their open files, and the run's files in shared memory. In the end
+SIGTERM ends the run with a checkpoint, and what is left is counted.
 
 Growth is the most of the last third of the samples over the most of the second third; the first
 third is for warming up. The most, because a lane that has just come back holds nothing yet. Of
@@ -112,7 +112,7 @@ class Soaked:
         return [launcher, *launcher.children(recursive=True)]
 
     def kill_one(self, drawn: random.Random) -> str:
-        """Kill a lane or a simulator; which of the two, "" if there was none."""
+        """Kill the oldest lane or simulator; which of the two, "" if there was none."""
         found: dict[str, list[psutil.Process]] = {}
         for one in self.family():
             with suppress(psutil.Error):
@@ -124,7 +124,7 @@ class Soaked:
             return ""
         kind = drawn.choice(sorted(found))
         with suppress(psutil.Error):
-            drawn.choice(sorted(found[kind], key=lambda one: one.pid)).kill()
+            min(found[kind], key=lambda one: one.create_time()).kill()  # so they take turns
         return kind
 
     def sample(self, begun: float) -> Sample:

@@ -336,7 +336,8 @@ EMBODIED = {
     "backward pass, for a third more arithmetic; `null`: on accelerators",
     "evaluation.episodes": "greedy episodes of an evaluation; 0 for none",
     "evaluation.films": "how many of them the report shows, where the environment draws itself; "
-    "solved ones come first, of four times as many that are filmed",
+    "solved ones come first, of four times as many that are filmed, or of fewer where drawing "
+    "takes longer than the simulators' steps",
 }
 """What the keys of an embodied recipe mean that a reasoning recipe does not have, or not so."""
 

@@ -24,6 +24,7 @@ from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.config import DeadlinesPart, EmbodiedRecipe
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+from m2flow.workloads.embodied.workers.columns import FILM, NO_FILM, OPTIONAL_FILM
 from m2flow.workloads.embodied.workers.film import filmed
 
 HERE = Path(__file__).parent
@@ -234,7 +235,7 @@ def test_solved_episodes_are_filmed_first() -> None:
     experiment = EmbodiedExperiment(some)
     starts = experiment.held_out()
     assert starts is not None
-    assert starts["film"].tolist() == [True] * 8 + [False] * 12
+    assert starts["film"].tolist() == [FILM] * 2 + [OPTIONAL_FILM] * 6 + [NO_FILM] * 12
     episodes = [[{"success_once": float(n == 2)}] for n in range(4)]
     result: Any = SimpleNamespace(output={"film": ["a", None, "c", "d"], "episodes": episodes})
     assert experiment.films(result) == ["c", "a"]

@@ -26,6 +26,7 @@ from m2flow.workloads.embodied.config import EnvironmentSection
 from m2flow.workloads.embodied.evaluation import examine
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 from m2flow.workloads.embodied.workers import Simulator
+from m2flow.workloads.embodied.workers.columns import FILM, NO_FILM, OPTIONAL_FILM
 
 ROLLOUTS, HORIZON = 4, 6
 CARTPOLE = "gymnasium:CartPole-v1"
@@ -72,6 +73,28 @@ def made(processes: int, name: str = "table:reach", steps_aside: bool = True) ->
     simulator = Simulator(section, HORIZON, ROLLOUTS, steps_aside)
     simulator.load(Place())
     return simulator
+
+
+@pytest.mark.parametrize("dear", [False, True])
+def test_optional_films_are_given_up_where_drawing_takes_long(
+    dear: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four episodes were drawn in full in each evaluation, which a software renderer took most of
+    a run's time for."""
+    monkeypatch.setattr("m2flow.workloads.embodied.workers.simulator.DRAWING_SECONDS", 1e9)
+    simulator = made(processes=0)
+    wanted = torch.tensor([FILM, OPTIONAL_FILM, OPTIONAL_FILM, NO_FILM])
+    alone = torch.ones(ROLLOUTS, dtype=torch.bool)
+    seen = simulator.begin(starts().with_columns(film=wanted, single=alone))
+    if dear:
+        simulator._drawing_seconds = 1e12
+    while "done" not in seen or not bool(seen["done"].all()):
+        seen = simulator.step(acted(seen))
+    filmed = [film is not None for film in seen["film"]]
+    assert filmed == [True, not dear, not dear, False]
+    simulator.begin(starts(ROLLOUTS))
+    assert simulator._drawing_seconds == 0.0, "another evaluation begins anew"
+    simulator.close()
 
 
 @pytest.fixture(

@@ -27,6 +27,7 @@ from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.embodied.cloning import clone, expert_of, write
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.flow import EmbodiedGRPO, EmbodiedPPO, EmbodiedSAC, recipe_flow
+from m2flow.workloads.embodied.workers.columns import FILM, NO_FILM, OPTIONAL_FILM
 from m2flow.workloads.embodied.workers.further_draws import SPARES, TRIED
 from m2flow.workloads.embodied.workers.source import WEIGHTS, PolicySource
 
@@ -41,7 +42,7 @@ EVALUATED = 1 << 40
 """Numbers of rollouts of evaluations begin here: no step of training comes so far."""
 
 CANDIDATES = 4
-"""So many episodes are filmed for each film that is kept: solved ones are to be among them."""
+"""Episodes that are filmed for each film that is kept, where drawing is quick: solved ones lead."""
 
 
 class EmbodiedExperiment:
@@ -97,7 +98,10 @@ class EmbodiedExperiment:
 
     def _starts(self, kind: int, first: int, count: int, *, evaluated: bool = False) -> Batch:
         numbers = range(first, first + count)
-        filmed = CANDIDATES * self.recipe.evaluation.films if evaluated else 0
+        films = self.recipe.evaluation.films if evaluated else 0
+        filmed = torch.full((count,), NO_FILM)
+        filmed[: CANDIDATES * films] = OPTIONAL_FILM
+        filmed[:films] = FILM
         single = evaluated or not self.recipe.rollout.automatic_reset
         draws = 0 if evaluated else self.recipe.algorithm.further_draws
         spares = {SPARES: [self._spares(n, draws) for n in numbers]} if draws else {}
@@ -109,7 +113,7 @@ class EmbodiedExperiment:
                 "initial_state": torch.tensor([self._state(n, count, evaluated) for n in numbers]),
                 "greedy": torch.full((count,), evaluated),
                 "single": torch.full((count,), single),
-                "film": torch.arange(count) < filmed,
+                "film": filmed,
                 "turn": torch.zeros(count, dtype=torch.int64),
             }
         )

@@ -22,6 +22,10 @@ WHO = ("rollout", "seed", "greedy", "turn")
 ACTED = ("action", "tokens", "logprobs", "values")
 """What a policy decided; `values` only where it has a critic."""
 
+NO_FILM, FILM, OPTIONAL_FILM = range(3)
+"""Whether the first episode of a start is filmed, its column `film`: an optional film is given up
+where drawing takes long."""
+
 
 def as_columns(observations: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Observations as columns of a batch."""

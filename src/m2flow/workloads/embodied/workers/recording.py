@@ -18,7 +18,14 @@ from torch import Tensor
 
 from m2flow.environments.protocol import StepOutcome
 from m2flow.flow import Ragged
-from m2flow.workloads.embodied.workers.columns import CUT, INSTRUCTION, OBSERVATION, TURN
+from m2flow.workloads.embodied.workers.columns import (
+    CUT,
+    INSTRUCTION,
+    NO_FILM,
+    OBSERVATION,
+    OPTIONAL_FILM,
+    TURN,
+)
 
 FIGURES = (
     ("kept", np.int64),  # turns of episodes that are over
@@ -44,6 +51,7 @@ class RolloutFacts:
         episodes: those that are over.
         cuts: observations at which an episode was cut off, in order.
         film: pictures of the first episode, uint8 [H, W, 3] each; None where nobody wants them.
+        film_optional: whether the film may be given up where drawing takes long.
     """
 
     seed: int
@@ -51,6 +59,7 @@ class RolloutFacts:
     episodes: list[dict[str, float]] = field(default_factory=list)
     cuts: list[dict[str, Any]] = field(default_factory=list)
     film: list[Tensor] | None = None
+    film_optional: bool = False
 
 
 Rows = slice | np.ndarray[Any, Any]
@@ -79,7 +88,7 @@ class Recordings:
         seeds: Sequence[int],
         states: Sequence[int],
         single: Sequence[bool],
-        filmed: Sequence[bool],
+        filmed: Sequence[int],
     ) -> None:
         """Rollouts that have gone through nothing; of a number that is there what was is forgotten.
 
@@ -87,7 +96,7 @@ class Recordings:
             numbers: of the rollouts.
             seeds, states: see `RolloutFacts`.
             single: whether each is over with its first episode.
-            filmed: whether there is to be a film.
+            filmed: whether there is to be a film: `NO_FILM`, `FILM` or `OPTIONAL_FILM` each.
         """
         self.forget(numbers)
         if not self._rows:
@@ -102,7 +111,9 @@ class Recordings:
         self._free.sort(reverse=True)
         for number, seed, state, film in zip(numbers, seeds, states, filmed, strict=True):
             self._rows[number] = self._free.pop()
-            self.told[number] = RolloutFacts(seed, state, film=[] if film else None)
+            pictures = None if film == NO_FILM else list[Tensor]()
+            optional = film == OPTIONAL_FILM
+            self.told[number] = RolloutFacts(seed, state, film=pictures, film_optional=optional)
         rows = self.rows_of(numbers)
         for figure in self.of.values():
             figure[rows] = 0

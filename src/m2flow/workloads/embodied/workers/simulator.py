@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ from m2flow.workloads.embodied.workers.pool import EnvironmentPool
 if TYPE_CHECKING:
     from m2flow.environments.protocol import StepOutcome
     from m2flow.observe.films import Film
+
+DRAWING_SECONDS = 2.0
+"""So long drawing may take on a lane before films that are optional are given up."""
 
 FIGURES = {"steps": 0, "ends": False, "cut": False}
 """Figures of a turn that are Python values, and what they are like."""
@@ -62,6 +66,7 @@ class Simulator(Worker):
         self._recordings = Recordings()
         self._resting: set[int] = set()
         self._bytes: int | None = None
+        self._drawing_seconds = self._stepping_seconds = 0.0  # since no rollout was here
 
     @property
     def _share(self) -> int:
@@ -91,6 +96,8 @@ class Simulator(Worker):
         """Begin each rollout; its first observation. One that rests has one, and no simulator."""
         numbers = rollouts["rollout"].tolist()
         names = ("seed", "initial_state", "single", "film")
+        if not self._recordings.told:
+            self._drawing_seconds = self._stepping_seconds = 0.0
         self._recordings.begin(numbers, *(rollouts[name].tolist() for name in names))
         rests = rollouts[RESTS].tolist() if RESTS in rollouts else [False] * len(numbers)
         resting = [row for row, rest in enumerate(rests) if rest]
@@ -128,7 +135,7 @@ class Simulator(Worker):
         numbers, recordings = acted["rollout"].tolist(), self._recordings
         rows = recordings.rows_of(numbers)
         decided = {name: acted[name] for name in ACTED[1:] if name in acted}
-        ended = False
+        ended, begun = False, time.monotonic()
         for places, outcome in self._stepped(numbers, acted["action"]):
             mine, some = rows, decided
             if len(places) < len(numbers):
@@ -142,6 +149,7 @@ class Simulator(Worker):
                     recordings.end(number, terminated=bool(outcome.terminated[place]))
                 elif not recordings.told[number].episodes:
                     recordings.told[number].film = None  # of an episode that does not count
+        self._stepping_seconds += time.monotonic() - begun
         self._film(numbers)
         done = recordings.over(rows, self.horizon, self.longest)
         columns = {"turn": acted["turn"] + 1, "done": torch.from_numpy(done)}
@@ -210,16 +218,25 @@ class Simulator(Worker):
         return filmed(told.film, episode, self._recordings.instruction(number))
 
     def _film(self, numbers: Sequence[int]) -> None:
-        """Add a picture to the films that are wanted; an environment that cannot draw has none."""
-        told = self._recordings.told
+        """Add a picture to the films that are wanted; an environment that cannot draw has none.
+
+        Optional films are given up when drawing has taken longer than the simulators' steps have:
+        a software renderer may take a hundred times as long for a picture as a step takes.
+        """
+        most = max(DRAWING_SECONDS, self._stepping_seconds)
         for number in numbers:
-            film = told[number].film
-            if film is None or told[number].episodes:
+            told = self._recordings.told[number]
+            if told.film is None or told.episodes:
                 continue
+            if told.film_optional and self._drawing_seconds > most:
+                told.film = None
+                continue
+            begun = time.monotonic()
             try:
-                film.append(self._pool.render(number))
+                told.film.append(self._pool.render(number))
             except UserError:
-                told[number].film = None
+                told.film = None
+            self._drawing_seconds += time.monotonic() - begun
 
     def discard(self) -> None:
         """Forget the rollouts that run: they begin again, here or elsewhere."""
