@@ -495,3 +495,21 @@ def test_declarations_that_contradict_each_other(declaration: dict[str, Any], re
 def test_finish_needs_a_stage_that_accumulates() -> None:
     with pytest.raises(FlowError, match="clean: has a finish but does not accumulate"):
         clean.finish(dict)
+
+
+def test_a_method_alone_needs_its_workers_alone_and_publishes_nothing() -> None:
+    class Toy(Base):
+        def step(self, items: Stream) -> Stream:
+            return self.other.train(self.model.score(items))
+
+        def sync(self) -> None:
+            self.other.publish(self.model)
+
+        def evaluate(self, items: Stream) -> Stream:
+            return self.model.score(items)
+
+    whole = Toy(model=Model(), other=Model())
+    graph = whole.alone("evaluate").trace()
+    assert [node.name for node in graph.nodes] == ["model.score"]
+    assert not graph.weight_edges
+    assert whole.trace().weight_edges, "the whole flow is as it was"

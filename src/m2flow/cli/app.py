@@ -277,6 +277,10 @@ def evaluate(
         float | None,
         typer.Option(min=1e-6, help="GB for keys and values, as generation.cache_gb of a recipe."),
     ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="How lanes share a large model, such as tp4; else each holds all of it."),
+    ] = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(
@@ -376,6 +380,7 @@ def evaluate(
         engine=engine,
         dtype=dtype,
         cache_gb=cache_gb,
+        layout=layout,
         stop=None if stop is None else tuple(stop),
         limit=limit,
         seed=seed,

@@ -51,6 +51,10 @@ class Flow:
     def sync(self) -> None:
         """Declare the weight edges: `self.learner.publish(self.generator)`."""
 
+    def alone(self, method: str) -> Flow:
+        """A flow whose step is this flow's `method`, such as "evaluate": nobody else is loaded."""
+        return _Alone(self, method)
+
     @property
     def workers(self) -> dict[str, Worker]:
         """The flow's workers by attribute name."""
@@ -82,6 +86,18 @@ class Flow:
                 trace.in_sync = True
                 self.sync()
         return build_graph(trace, output, method)
+
+
+class _Alone(Flow):
+    """One method of another flow, on that flow's workers."""
+
+    def __init__(self, flow: Flow, method: str) -> None:
+        vars(self).update(flow.workers)
+        self._method = getattr(flow, method)
+
+    def step(self, items: Stream) -> Stream:
+        output: Stream = self._method(items)
+        return output
 
 
 def _check_distinct(workers: dict[str, Worker]) -> None:

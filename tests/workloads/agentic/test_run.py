@@ -15,6 +15,7 @@ from m2flow.plan import parse_lanes
 from m2flow.workloads.agentic.evaluation import examine
 from m2flow.workloads.common import train
 from m2flow.workloads.common.workload import Examination
+from m2flow.workloads.reasoning.workers import Learner
 from tests.workloads.agentic.conftest import TINY
 
 MakeRecipe = Any
@@ -30,7 +31,13 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / "latest" / "model" / "model.safetensors")
 
 
-def test_four_steps_are_two_a_stop_and_two_more(tmp_path: Path) -> None:
+def _no_learner(*_: object) -> None:
+    raise AssertionError("an examination trains nothing")
+
+
+def test_four_steps_are_two_a_stop_and_two_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = train(RECIPE, run_dir=tmp_path / "whole")
     train(RECIPE, {"steps": 2}, run_dir=tmp_path / "parts")
     parts = train(RECIPE, run_dir=tmp_path / "parts", resume=True)
@@ -57,6 +64,7 @@ def test_four_steps_are_two_a_stop_and_two_more(tmp_path: Path) -> None:
     )
     assert data is not None
     assert json.loads(data[1])[0]["turns"] == sample["turns"]
+    monkeypatch.setattr(Learner, "load", _no_learner)
     found = examine(
         Examination(whole / "checkpoints" / "latest", None, limit=8, lanes=parse_lanes("cpu:1"))
     )

@@ -83,6 +83,16 @@ def test_lengths(evaluate: Evaluate) -> None:
     assert longer["seconds"] > 0
 
 
+def test_lanes_may_share_a_model(evaluate: Evaluate) -> None:
+    """As one that no lane can hold by itself."""
+    alone, _ = evaluate(limit=4)
+    shared, _ = evaluate(limit=4, lanes=parse_lanes("cpu:2"), layout="tp2")
+    assert shared == alone
+    for lanes, layout in (("cpu:1", "tp2"), ("cpu:2", "tp4"), ("cpu:2", "whole")):
+        with pytest.raises(UserError, match=r"^--layout: generator"):
+            evaluate(lanes=parse_lanes(lanes), layout=layout)
+
+
 def test_what_does_not_fit_is_said_in_words_of_the_command_line(
     evaluate: Evaluate, data: Path
 ) -> None:

@@ -9,6 +9,7 @@ from m2flow.errors import UserError
 from m2flow.plan import parse_lanes
 from m2flow.workloads.agentic.config import AgenticRecipe
 from m2flow.workloads.agentic.experiment import AgenticExperiment, turn_figures
+from m2flow.workloads.common.examining import examined
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.resume import recipe_of, run_of
@@ -26,8 +27,6 @@ def examine(asked: Examination) -> dict[str, Any]:
     Raises:
         UserError: the checkpoint is of no agentic run, and there is no recipe.
     """
-    from m2flow.runtime.driver.launch import launch
-
     recipe: Recipe | None
     model = model_folder(asked.model)
     if asked.data is not None:
@@ -49,12 +48,7 @@ def examine(asked: Examination) -> dict[str, Any]:
     problems, lanes = experiment.held_out(), asked.lanes or parse_lanes("auto")
     if problems is None:
         raise UserError("there are no held-out problems", key="--limit", value=count)
-    mode = "eager" if len(lanes) == 1 else "collocated"
-    with launch(
-        experiment.flow(), items_per_step=recipe.prompts_per_step, mode=mode, lanes=lanes,
-        also={"evaluate": len(problems)},
-    ) as running:  # fmt: skip
-        result = running.run_method("evaluate", problems)
+    result = examined(experiment.flow(), problems, lanes, asked.layout, "generator")
     figures = experiment.evaluation(result)
     low, high = wilson(figures["eval/accuracy"], len(problems))
     return {

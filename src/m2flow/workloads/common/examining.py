@@ -1,14 +1,22 @@
-"""Which workload examines a model, where nobody names one."""
+"""Examining a model: which workload does, where nobody names one, and what a flow says of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
+from m2flow.flow import Batch, Flow
+from m2flow.workloads.common.planning import named_layouts
 from m2flow.workloads.common.reading import recipe_keys
 from m2flow.workloads.common.registry import known_workloads, workload_named, workload_of
 from m2flow.workloads.common.resume import recipe_of, run_of
 from m2flow.workloads.common.workload import Workload
+
+if TYPE_CHECKING:
+    from m2flow.runtime.driver.runner import StepResult
 
 
 def examiner_of(model: Path, data: Path | None) -> Workload:
@@ -36,3 +44,28 @@ def examiner_of(model: Path, data: Path | None) -> Workload:
     if len(readers) > 1:
         raise UserError("is missing", key="--workload", expected=" or ".join(sorted(readers)))
     return workload_named(readers[0])
+
+
+def examined(
+    flow: Flow, batch: Batch, lanes: Sequence[LaneSpec], layout: str | None, holder: str
+) -> StepResult:
+    """Run `evaluate` of a flow once; what trains is not loaded.
+
+    Args:
+        flow: with the workers of its training, or without them.
+        batch: what is examined.
+        lanes: where.
+        layout: how lanes share a model, as `--layout` names it; None where each holds all of it.
+        holder: the worker that holds the model.
+
+    Raises:
+        UserError: the worker has no such layout on these lanes.
+    """
+    from m2flow.runtime.driver.launch import launch
+
+    alone = flow.alone("evaluate")
+    named = {} if layout is None else {holder: layout}
+    layouts = named_layouts(named, alone, lanes, everywhere=True, option="--layout")
+    mode = "eager" if len(lanes) == 1 else "collocated"
+    with launch(alone, items_per_step=len(batch), mode=mode, lanes=lanes, layouts=layouts) as run:
+        return run.step(batch)

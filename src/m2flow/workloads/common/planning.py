@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,22 +83,37 @@ def declared_layouts(flow: Flow, lanes: Sequence[LaneSpec]) -> dict[str, list[La
 
 
 def layouts_of(recipe: Recipe, flow: Flow, lanes: Sequence[LaneSpec]) -> dict[str, Layout]:
-    """Layouts that the recipe asks for, by worker.
+    """Layouts that the recipe asks for, by worker; see `named_layouts`."""
+    everywhere = recipe.mode == "collocated"
+    return named_layouts(recipe.layouts, flow, lanes, everywhere=everywhere)
+
+
+def named_layouts(
+    names: Mapping[str, str],
+    flow: Flow,
+    lanes: Sequence[LaneSpec],
+    *,
+    everywhere: bool,
+    option: str = "layouts.{}",
+) -> dict[str, Layout]:
+    """Layouts by worker.
 
     Args:
-        recipe: its `layouts` names them.
+        names: of the layouts, by worker.
         flow: whose workers declare which layouts they know.
         lanes: where the workers may stand.
+        everywhere: whether each worker stands on all lanes, as under `collocated`.
+        option: what a worker's layout is called where the user names it.
 
     Raises:
         UserError: the flow has no such worker, the worker knows no such layout on these lanes,
-            something that the layout divides cannot be divided so, or, under `collocated`, the
-            lanes do not divide into such replicas.
+            something that the layout divides cannot be divided so, or lanes that it is to stand
+            on do not divide into such replicas.
     """
     found, declared = {}, declared_layouts(flow, lanes)
     free = sum(lane.reserved_for is None for lane in lanes)
-    for worker, name in recipe.layouts.items():
-        key = f"layouts.{worker}"
+    for worker, name in names.items():
+        key = option.format(worker)
         if worker not in flow.workers:
             raise UserError("is no worker", key=key, hint=suggestion(worker, flow.workers))
         known = {layout.name: layout for layout in declared[worker]}
@@ -109,13 +124,13 @@ def layouts_of(recipe: Recipe, flow: Flow, lanes: Sequence[LaneSpec]) -> dict[st
         elif (obstacle := known[name].obstacle()) is not None:
             problem = obstacle
             fitting = [one for one in possible if one.lanes == known[name].lanes] or possible
-        elif recipe.mode == "collocated" and known[name] not in fitting:
+        elif everywhere and known[name] not in fitting:
             problem = f"{worker}'s {free} lanes do not divide into replicas of {known[name].lanes}"
         else:
             found[worker] = known[name]
             continue
-        names = ", ".join(one.name for one in fitting)
-        raise UserError(problem, key=key, value=name, expected=f"one of {names}")
+        expected = ", ".join(one.name for one in fitting)
+        raise UserError(problem, key=key, value=name, expected=f"one of {expected}")
     return found
 
 

@@ -70,6 +70,7 @@ class Examination:
         engine: what draws the answers, as `generation.engine`.
         dtype: what it computes in, as `generation.dtype`; None for the model's.
         cache_gb: what keys and values may take, as `generation.cache_gb`.
+        layout: how lanes share a model, as `layouts.generator`; None where each holds all of it.
         stop: strings that end an answer, as `generation.stop`; None for those of the run that the
             model is a checkpoint of, if it is one.
         limit: only the first so many questions; or so many episodes.
@@ -92,6 +93,7 @@ class Examination:
     engine: str = "native"
     dtype: str | None = None
     cache_gb: float | None = None
+    layout: str | None = None
     stop: Sequence[str] | None = None
     limit: int | None = None
     seed: int = 0

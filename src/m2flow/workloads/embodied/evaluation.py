@@ -11,13 +11,13 @@ from typing import Any
 from m2flow.algorithms.confidence import wilson
 from m2flow.errors import RunFailed, UserError
 from m2flow.plan import parse_lanes
+from m2flow.workloads.common.examining import examined
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.resume import recipe_of, run_of
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.embodied.config import EmbodiedRecipe, EmbodiedWarmupSection
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
-from m2flow.workloads.embodied.flow import evaluation_flow
 
 EPISODES = 100
 
@@ -31,8 +31,6 @@ def examine(asked: Examination) -> dict[str, Any]:
     Raises:
         UserError: the checkpoint is of no embodied run, and there is no recipe.
     """
-    from m2flow.runtime.driver.launch import launch
-
     recipe: Recipe | None
     if asked.samples > 1:
         raise UserError(
@@ -62,11 +60,8 @@ def examine(asked: Examination) -> dict[str, Any]:
     experiment = EmbodiedExperiment(recipe)
     starts = experiment.held_out()
     assert starts is not None
-    weights = asked.model.resolve() if asked.data is None else None
-    flow = evaluation_flow(recipe, experiment.spec, weights)
-    mode = "eager" if len(lanes) == 1 else "collocated"
-    with launch(flow, items_per_step=count, mode=mode, lanes=lanes) as running:
-        result = running.step(starts)
+    flow = experiment.flow(asked.model.resolve() if asked.data is None else None)
+    result = examined(flow, starts, lanes, asked.layout, "actor")
     figures = experiment.evaluation(result)
     if not figures:
         raise RunFailed(f"all {count} episodes of {recipe.environment.name} failed")

@@ -23,18 +23,13 @@ from m2flow.workloads.embodied.workers import (
 )
 
 
-class Acting(Flow):
-    """A policy and environments that take turns; a step is an evaluation."""
+class EmbodiedFlow(Flow):
+    """What the algorithms have in common: a policy and environments that take turns."""
 
     simulator: Simulator
     actor: Actor
-
-    def step(self, starts: Stream) -> Stream:
-        return self.evaluate(starts)
-
-    def evaluate(self, starts: Stream) -> Stream:
-        """Episodes with seeds of their own; what is drawn is said by the starts."""
-        return outcome(self.rolled_out(starts, 1))
+    learner: EmbodiedLearner
+    group_size: int = 1
 
     def rolled_out(self, starts: Stream, group_size: int) -> Stream:
         """Whole rollouts of each start, with all of their turns."""
@@ -44,15 +39,12 @@ class Acting(Flow):
         """A whole rollout of each."""
         return loop(self.actor.act, self.simulator.step)(self.simulator.begin(begun))
 
-
-class EmbodiedFlow(Acting):
-    """What the algorithms have in common."""
-
-    learner: EmbodiedLearner
-    group_size: int = 1
-
     def sync(self) -> None:
         self.learner.publish(self.actor)
+
+    def evaluate(self, starts: Stream) -> Stream:
+        """Episodes with seeds of their own; what is drawn is said by the starts."""
+        return outcome(self.rolled_out(starts, 1))
 
 
 class EmbodiedPPO(EmbodiedFlow):
@@ -118,11 +110,21 @@ def recipe_flow(
         start: folder of the weights that training starts from; None for those that are drawn.
         checkpoint: go on from here, its weights and the state of its trainer.
     """
-    algorithm = recipe.algorithm
-    source = _source(recipe, spec, checkpoint or start)
+    algorithm, folder = recipe.algorithm, checkpoint or start
+    path = None if folder is None else str(folder)
+    critic = algorithm.name == "ppo"
+    source = PolicySource(recipe.policy, spec, recipe.seed, path, critic, recipe.model)
     state = None if checkpoint is None else str(checkpoint)
     workers: dict[str, Any] = {
-        **_acting(recipe, spec, source),
+        "simulator": Simulator(
+            recipe.environment,
+            recipe.rollout.horizon,
+            recipe.rollouts_per_step,
+            steps_aside=spec is not None
+            and (spec.restores == "saved" or recipe.environment.steps_aside),
+            longest=spec.max_episode_steps if spec and recipe.rollout.automatic_reset else None,
+        ),
+        "actor": Actor(source),
         "learner": EmbodiedLearner(source, recipe, state),
         "group_size": recipe.group_size,
     }
@@ -142,39 +144,3 @@ def recipe_flow(
         success_bounds=algorithm.success_bounds,
         further_draws=algorithm.further_draws,
     )
-
-
-def evaluation_flow(
-    recipe: EmbodiedRecipe, spec: EnvironmentSpec, weights: Path | None = None
-) -> Acting:
-    """The flow of a recipe's episodes alone: no learner, and nothing of a trainer, is loaded.
-
-    Args:
-        recipe: every setting.
-        spec: of the environment.
-        weights: folder of the policy's weights; None for those that training starts from.
-    """
-    return Acting(**_acting(recipe, spec, _source(recipe, spec, weights)))
-
-
-def _source(
-    recipe: EmbodiedRecipe, spec: EnvironmentSpec | None, weights: Path | None
-) -> PolicySource:
-    path = None if weights is None else str(weights)
-    critic = recipe.algorithm.name == "ppo"
-    return PolicySource(recipe.policy, spec, recipe.seed, path, critic, recipe.model)
-
-
-def _acting(
-    recipe: EmbodiedRecipe, spec: EnvironmentSpec | None, source: PolicySource
-) -> dict[str, Any]:
-    """The workers of `Acting`."""
-    simulator = Simulator(
-        recipe.environment,
-        recipe.rollout.horizon,
-        recipe.rollouts_per_step,
-        steps_aside=spec is not None
-        and (spec.restores == "saved" or recipe.environment.steps_aside),
-        longest=spec.max_episode_steps if spec and recipe.rollout.automatic_reset else None,
-    )
-    return {"simulator": simulator, "actor": Actor(source)}

@@ -19,6 +19,7 @@ from m2flow.rewards.final_answer import extract_answer
 from m2flow.rewards.number import read_number
 from m2flow.rewards.reward import WeightedReward
 from m2flow.rewards.symbolic import canonical
+from m2flow.workloads.common.examining import examined
 from m2flow.workloads.common.resume import recipe_of, run_of
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.reasoning.config import PRETRAINED, ReasoningRecipe
@@ -41,7 +42,7 @@ class Evaluate(Flow):
     generator: Generator
     verifier: Verifier
 
-    def step(self, prompts: Stream) -> Stream:
+    def evaluate(self, prompts: Stream) -> Stream:
         return outcome(self.verifier.score(self.generator.generate(prompts)))
 
 
@@ -75,8 +76,6 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     Raises:
         UserError: model or data are missing or wrong, or a prompt does not fit.
     """
-    from m2flow.runtime.driver.launch import launch
-
     _check(asked)
     source = ModelSource(str(model_folder(asked.model)), "auto")
     tokenizer, context = source.tokenizer(), context_of(source.path)
@@ -107,9 +106,7 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
         ),
         verifier=Verifier(source, (WeightedReward("math"),)),
     )
-    mode = "eager" if len(lanes) == 1 else "collocated"
-    with launch(flow, items_per_step=len(batch), mode=mode, lanes=lanes) as run:
-        result = run.step(batch)
+    result = examined(flow, batch, lanes, asked.layout, "generator")
     rewards, output = result.output["reward"], result.output
     groups = [range(n, n + asked.samples) for n in range(0, len(rewards), asked.samples)]
     elected = [
