@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ import yaml
 from m2flow.errors import UserError
 from m2flow.workloads.common import read_recipe, registry, workload_named
 from m2flow.workloads.common.examining import examiner_of
+from m2flow.workloads.common.workload import Examination
 
 MODEL, PROBLEMS = Path("model"), Path("problems.jsonl")
 
@@ -42,3 +44,22 @@ def test_problems_are_for_the_one_workload_that_reads_them(
 def test_a_model_of_no_run_needs_something_to_be_asked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^--data: is missing; expected a file of problems"):
         examiner_of(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("workload", "asked", "option"),
+    [
+        ("embodied", {"temperature": 0.5}, "--temperature"),
+        ("embodied", {"engine": "vllm"}, "--engine"),
+        ("agentic", {"seed": 3}, "--seed"),
+        ("agentic", {"samples": 4}, "--samples"),
+        ("agentic", {"skip_bad_rows": True}, "--on-bad-row"),
+        ("agentic", {"chat_options": {"enable_thinking": False}}, "--chat-option"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(
+    workload: str, asked: dict[str, Any], option: str, tmp_path: Path
+) -> None:
+    """A success rate at a temperature that nobody has drawn at is worse than none."""
+    with pytest.raises(UserError, match=f"^{option}: changes nothing: .*what does: --data, "):
+        workload_named(workload).examine(Examination(tmp_path, None, **asked))

@@ -9,7 +9,7 @@ from m2flow.errors import UserError
 from m2flow.plan import parse_lanes
 from m2flow.workloads.agentic.config import AgenticRecipe
 from m2flow.workloads.agentic.experiment import AgenticExperiment, turn_figures
-from m2flow.workloads.common.examining import examined
+from m2flow.workloads.common.examining import examined, refuse_unheeded
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.resume import recipe_of, run_of
@@ -28,6 +28,7 @@ def examine(asked: Examination) -> dict[str, Any]:
         UserError: the checkpoint is of no agentic run, and there is no recipe.
     """
     recipe: Recipe | None
+    refuse_unheeded(asked)
     model = model_folder(asked.model)
     if asked.data is not None:
         recipe = read_recipe(asked.data, {"model.path": str(model), "warmup.steps": 0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,16 @@ from m2flow.workloads.common.planning import named_layouts
 from m2flow.workloads.common.reading import recipe_keys
 from m2flow.workloads.common.registry import known_workloads, workload_named, workload_of
 from m2flow.workloads.common.resume import recipe_of, run_of
-from m2flow.workloads.common.workload import Workload
+from m2flow.workloads.common.workload import Examination, Workload
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.runner import StepResult
+
+HEEDED = ("model", "data", "limit", "lanes", "layout")
+"""What every workload heeds of an `Examination`."""
+
+OPTIONS = {"chat_options": "--chat-option", "skip_bad_rows": "--on-bad-row"}
+"""Of `m2flow eval`, where they are not called as the fields of an `Examination`."""
 
 
 def examiner_of(model: Path, data: Path | None) -> Workload:
@@ -69,3 +76,29 @@ def examined(
     mode = "eager" if len(lanes) == 1 else "collocated"
     with launch(alone, items_per_step=len(batch), mode=mode, lanes=lanes, layouts=layouts) as run:
         return run.step(batch)
+
+
+def refuse_unheeded(asked: Examination, *heeded: str) -> None:
+    """Refuse what is asked and would change nothing.
+
+    Args:
+        asked: what `m2flow eval` asks.
+        heeded: fields of it that the workload heeds, beside `HEEDED`.
+
+    Raises:
+        UserError: names the option, and those that are heeded.
+    """
+    known = {
+        field.name: OPTIONS.get(field.name, f"--{field.name.replace('_', '-')}")
+        for field in fields(asked)
+    }
+    for field in fields(asked):
+        value = getattr(asked, field.name)
+        if field.name not in (*HEEDED, *heeded) and value != field.default:
+            others = ", ".join(known[name] for name in (*HEEDED[1:], *heeded))
+            raise UserError(
+                "changes nothing: the run or the recipe says how its policy acts",
+                key=known[field.name],
+                value=value,
+                hint=f"what does: {others}",
+            )

@@ -11,7 +11,7 @@ from typing import Any
 from m2flow.algorithms.confidence import wilson
 from m2flow.errors import RunFailed, UserError
 from m2flow.plan import parse_lanes
-from m2flow.workloads.common.examining import examined
+from m2flow.workloads.common.examining import examined, refuse_unheeded
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.resume import recipe_of, run_of
@@ -40,6 +40,7 @@ def examine(asked: Examination) -> dict[str, Any]:
             expected="1",
             hint="--limit says how many episodes",
         )
+    refuse_unheeded(asked, "seed")
     if asked.data is not None:
         recipe = read_recipe(asked.data, {"model": str(asked.model)})
     else:
