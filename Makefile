@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart quickstart-embodied dev test test-browser test-chaos chromium egl vulkan test-loggers test-vllm test-simulators test-maniskill test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test test-browser test-chaos test-sandbox bubblewrap chromium egl vulkan test-loggers test-vllm test-simulators test-maniskill test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -49,6 +49,14 @@ chromium:
 	@command -v chromium chromium-browser google-chrome chrome >/dev/null || \
 	  { $(APT) update && $(APT) install -y --no-install-recommends chromium >/dev/null; } || \
 	  { echo "needs a browser: apt-get install chromium"; exit 1; }
+
+test-sandbox: bubblewrap $(VENV)/.installed-dev ## the sandbox of code rewards, by bubblewrap (installed likewise) and by unshare
+	M2FLOW_NEEDS_SANDBOX=1 $(BIN)/python -m pytest tests/rewards/test_sandbox.py $(ARGS)
+
+bubblewrap:
+	@command -v bwrap >/dev/null || \
+	  { $(APT) update && $(APT) install -y --no-install-recommends bubblewrap >/dev/null; } || \
+	  { echo "needs bubblewrap: apt-get install bubblewrap"; exit 1; }
 
 # What MuJoCo draws with, and OpenCV's libGL.
 egl:

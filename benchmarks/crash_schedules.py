@@ -10,8 +10,8 @@ lines that are half open, slow lanes, a slow disk, lanes that do not come up, an
 lost. A run goes on until its steps are done, or ends with a reason that is true.
 
 Each core plays a share, from a seed of its own. A schedule that breaks a promise ends its share:
-Hypothesis shrinks the flow, the plan and the seed, and prints the shortest case that still breaks
-it.
+Hypothesis shrinks the flow and the plan, what goes wrong is then cut to the fewest kinds and
+losses, and the shortest case that still breaks it is printed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ sys.path.insert(0, str(ROOT))
 
 from tests.engine.audit import audit
 from tests.engine.random_cases import Case, cases
-from tests.runtime.crash_schedules import SCHEDULES, CrashSchedule
+from tests.runtime.crash_schedules import SCHEDULES, CrashSchedule, shortest
 
 SCHEDULES_IN_ALL, QUICK_SCHEDULES = 10_000, 1_000
 EACH = 20
 """Schedules of one flow under one plan, that without a fault included."""
 
 LIMIT_SECONDS = 180.0
+
+
+class Broken(Exception):
+    """A schedule that breaks a promise: its case, its faults and its seed."""
 
 
 class Played:
@@ -58,8 +62,7 @@ class Played:
             try:
                 reason = schedule.run()
             except Exception as error:
-                error.add_note(f"under {faults}, seed {first + number}")
-                raise
+                raise Broken(case, faults, first + number) from error
             self.schedules += 1
             self.steps += schedule.steps
             self.events += schedule.world.events
@@ -87,9 +90,12 @@ def play_share(first_seed: int, wanted: int) -> tuple[Played, str]:
 
     try:
         play()
-    except Exception as error:  # noqa: BLE001 - whatever breaks is told
-        said = [*getattr(error, "__notes__", []), f"{type(error).__name__}: {error}"]
-        return played, "\n".join(said)
+    except Broken as broken:
+        case, faults, at = broken.args
+        faults, at = shortest(case, faults, at)
+        error = broken.__cause__
+        said = [*getattr(broken, "__notes__", []), f"{faults}, seed {at}"]
+        return played, "\n".join([*said, f"{type(error).__name__}: {error}"])
     return played, ""
 
 

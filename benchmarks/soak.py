@@ -63,8 +63,8 @@ class Sample:
         steps: that are done.
         restarts: of lanes.
         processes: of the run, the launcher included.
-        launcher_mb: what it has for itself, 10**6 bytes; a part of the shared memory that it reads
-            would be counted more of as soon as the lane beside it is gone.
+        launcher_mb: what it has for itself, 10**6 bytes, without files in shared memory: those are
+            counted by themselves, and become its own as soon as the lane beside it is gone.
         all_mb: proportional set size of all.
         launcher_handles, all_handles: open files.
         handles: those of all, by name of the process.
@@ -128,13 +128,13 @@ class Soaked:
         return kind
 
     def sample(self, begun: float) -> Sample:
-        memory, own, handles, by_name = [], [], [], Counter[str]()
-        for one in self.family():
+        memory, handles, by_name = [], [], Counter[str]()
+        family = self.family()
+        for one in family:
             with suppress(psutil.Error):
                 found, files = one.memory_full_info(), one.num_fds()
                 by_name[_name(one)] += files
                 memory.append(found.pss / 1e6)
-                own.append(found.uss / 1e6)
                 handles.append(files)
         last = self.rows()[-1]
         segments = self.segments()
@@ -143,7 +143,7 @@ class Soaked:
             int(last["step"]),
             int(last["lanes/restarts"]),
             len(memory),
-            own[0],
+            _own_mb(family[0]),
             sum(memory),
             handles[0],
             sum(handles),
@@ -170,6 +170,15 @@ class Soaked:
                 if self.mark.encode() in (process / "environ").read_bytes():
                     found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         return found
+
+
+def _own_mb(process: psutil.Process) -> float:
+    """What a process alone has, 10**6 bytes, without files in shared memory."""
+    return sum(
+        (one.private_clean + one.private_dirty) / 1e6
+        for one in process.memory_maps(grouped=False)
+        if not one.path.startswith(f"{SHARED}/")
+    )
 
 
 def _name(process: psutil.Process) -> str:

@@ -426,7 +426,9 @@ def faults() -> Table:
 
 def chaos() -> Table:
     """What became of whole runs of which somebody was hit, by who that was."""
-    seeds = list(read("chaos")["results"].values())
+    found = list(read("chaos")["results"].values())
+    seeds = [one for one in found if "victim" in one]
+    others = [one["outcome"] for one in found if "victim" not in one]
 
     def said(some: Sequence[Any], name: str) -> str:
         return ", ".join(sorted({one[name] for one in some}))
@@ -437,6 +439,10 @@ def chaos() -> Table:
         ends = [one["outcome"] for one in some]
         counts = [str(ends.count(end)) for end in ("went on", "resumed", "failed")]
         rows.append((victim, said(some, "phase"), said(some, "workload"), *counts))
+    if others:
+        passed = others.count("passed")
+        ends = [f"{passed} passed", "", str(len(others) - passed)]
+        rows.append(("as each says: the other slow tests", "", "", *ends))
     header = "who is hit | when | workload | went on by itself | went on with `--resume`"
     return f"{header} | failed", rows
 

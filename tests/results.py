@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -24,13 +25,15 @@ def add_result(variable: str, benchmark: str, name: str, found: Mapping[str, Any
     sys.modules.setdefault(spec.name, harness)  # its dataclasses ask for their module
     spec.loader.exec_module(harness)
     file = PROJECT / where
-    results = json.loads(file.read_text())["results"] if file.exists() else {}
-    results[name] = {**found, "commit": harness.commit()}
-    commits = ", ".join(dict.fromkeys(one["commit"] for one in results.values()))
-    row = {
-        "benchmark": benchmark,
-        "machine": harness.machine(),
-        "commit": commits,
-        "results": results,
-    }
-    file.write_text(json.dumps(row) + "\n")
+    with (PROJECT / "pyproject.toml").open() as lock:  # tests run beside each other
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        results = json.loads(file.read_text())["results"] if file.exists() else {}
+        results[name] = {**found, "commit": harness.commit()}
+        commits = ", ".join(dict.fromkeys(one["commit"] for one in results.values()))
+        row = {
+            "benchmark": benchmark,
+            "machine": harness.machine(),
+            "commit": commits,
+            "results": results,
+        }
+        file.write_text(json.dumps(row) + "\n")

@@ -179,7 +179,7 @@ def test_make_targets_exist() -> None:
 def test_what_ci_runs_is_said() -> None:
     """The script of CI and the two pages that say what it runs name the same targets in order."""
     runs = re.findall(r"\bmake ([a-z-]+)(?:; fi)?$", (PROJECT / ".ci" / "run").read_text(), re.M)
-    assert runs == ["test", "test-browser", "test-simulators", "test-vllm"]
+    assert runs == ["test", "test-browser", "test-sandbox", "test-simulators", "test-vllm"]
     for page in ("AGENTS.md", "CONTRIBUTING.md"):
         lines = (PROJECT / page).read_text().splitlines()
         said = [line for line in lines if "what CI runs" in line]

@@ -1,7 +1,8 @@
 """Every wait has a deadline and an owner: a call that may block says for how long at most.
 
 Read off the source with `ast`. Calls that say nothing stand in `ENDED_BY`, each with who ends its
-wait. What a rule about single calls cannot see is a deadline that is None.
+wait. What a rule about single calls cannot see is a deadline in a variable that is None, a lock
+that is taken by `with`, and what waits for memory or the disk.
 """
 
 from __future__ import annotations
@@ -19,13 +20,24 @@ WITHOUT_ARGUMENTS = frozenset(
 )
 """Methods that wait without end where they are given nothing."""
 
-ALWAYS = frozenset({"recv", "recv_into", "recv_bytes", "recv_fds", "communicate"})
+ALWAYS = frozenset(
+    {"recv", "recv_into", "recv_bytes", "recv_fds", "communicate", "sendall", "sendmsg"}
+)
 """Methods that know no deadline, or take it by name alone."""
 
+PIPES = "connection.send"
+"""How calls end that wait until the other end of a pipe has taken what they send. Those of a
+`FrameStream` all come to its own `sendmsg`."""
+
 FUNCTIONS = frozenset(
-    {"ray.get", "ray.wait", "subprocess.run", "subprocess.check_output", "subprocess.check_call"}
+    {
+        *("ray.get", "ray.wait"),
+        *("subprocess.run", "subprocess.check_output", "subprocess.check_call"),
+        *("os.read", "os.waitpid", "dist.init_process_group", "dist.new_group"),
+    }
 )
-"""Functions that take their deadline by name alone."""
+"""Functions that take their deadline by name alone, or know none. Collectives have that of their
+process group."""
 
 LOCKS = frozenset({"fcntl.flock", "fcntl.lockf"})
 """Functions that wait unless they are told not to, or to let go."""
@@ -42,18 +54,29 @@ THREAD = "whoever closes it: a last entry is put into the queue of the thread"
 ENDED_BY = {
     "cli/app.py: dash": "the user, by Ctrl-C",
     "environments/child.py: _Child.run": OWNER,
+    "environments/process.py: SimulatorProcess.send": "the socket, by its own SO_SNDTIMEO",
     "environments/process.py: SimulatorProcess.kill": KILLED,
     "environments/process.py: await_replies": "the socket, by the SO_RCVTIMEO that `send` has set",
     "flow/trace.py: current_trace": "nobody need: it is a context variable",
+    "generation/external_engine.py: ExternalEngine._send": CALL,
     "generation/external_engine.py: ExternalEngine._receive": CALL,
     "generation/external_process.py: main": "the thread that is waited for: it ends the process",
     "generation/external_process.py: _listen": OWNER,
     "generation/sglang_served.py: _SglangWorkerProcess.__init__": OWNER,
+    "generation/sglang_served.py: _SglangWorkerProcess._answered": OWNER,
+    "generation/sglang_served.py: _SglangWorkerProcess._install": OWNER,
+    "generation/sglang_served.py: _SglangWorkerProcess._says_that_it_works": OWNER,
+    "generation/sglang_served.py: _SglangWorkerProcess._sleep": OWNER,
+    "generation/sglang_served.py: _SglangWorkerProcess._wake": OWNER,
     "generation/vllm_served.py: _VllmWorkerProcess.__init__": OWNER,
     "generation/vllm_served.py: _VllmWorkerProcess.serve": OWNER,
     "generation/vllm_served.py: _VllmWorkerProcess._start_update": OWNER,
+    "generation/vllm_served.py: _VllmWorkerProcess._installed": OWNER,
+    "generation/vllm_served.py: _VllmWorkerProcess._sleep": OWNER,
+    "generation/vllm_served.py: _VllmWorkerProcess._wake": OWNER,
     "observe/dashboard/server.py: Dashboard.close": "the line before it, which stops the server",
     "observe/loggers.py: MlflowLogger.close": "MLflow's client, by MLFLOW_HTTP_REQUEST_TIMEOUT",
+    "rewards/sandbox.py: _converse": "nobody need: the pipes do not block",
     "rewards/symbolic.py: _ComparingProcess._reply": "nobody need: a reply is a few bytes",
     "rewards/symbolic.py: _ComparingProcess.kill": KILLED,
     "rewards/symbolic.py: serve": OWNER,
@@ -73,10 +96,14 @@ ENDED_BY = {
     "runtime/lane/template.py: _heard": "the socket, by its timeout of ASK_SECONDS",
     "runtime/transport/frame.py: FrameStream.receive": "`deadline`; without one, the other end",
     "runtime/transport/frame.py: FrameStream.await_end": OWNER,
+    "runtime/transport/frame.py: FrameStream.send": "`deadline`; without one, the other end",
     "runtime/transport/groups.py: sum_over": "the process group, by the deadline it was made with",
     "runtime/transport/handshake.py: _received": "the socket, by the timeout of the line before",
+    "runtime/transport/handshake.py: prove": "nobody need: a few bytes, which the socket holds",
+    "runtime/transport/lines.py: LauncherLine.flush": "nobody need: the socket does not block",
     "runtime/transport/lines.py: LauncherLine.take": "nobody need: the socket does not block",
     "runtime/transport/listening.py: Listener._accept": "`close`, which shuts the socket down",
+    "runtime/transport/sweeping.py: _clear_after": "nobody need: it is a file",
     "runtime/transport/sweeping.py: Sweeper.close": "the shell: its input has ended",
     "tools/mcp.py: _ServerProcess.run": THREAD,
     "tools/toolbox.py: Toolbox.carry_out": "`_answer`: each call has `tool_deadline_seconds`",
@@ -90,8 +117,9 @@ ENDED_BY = {
 
 def waits_for_ever(call: ast.Call) -> bool:
     """Whether a call may block, and says nothing of how long."""
-    if any(word.arg == "timeout" for word in call.keywords):
-        return False
+    told = [word.value for word in call.keywords if word.arg == "timeout"]
+    if told:
+        return isinstance(told[0], ast.Constant) and told[0].value is None
     named = ast.unparse(call.func)
     if named == "select.select":
         return len(call.args) < 4
@@ -101,7 +129,7 @@ def waits_for_ever(call: ast.Call) -> bool:
         return not any(flag in ast.unparse(call.args[1]) for flag in ("LOCK_NB", "LOCK_UN"))
     if named in DO_NOT_WAIT or named.endswith("process.poll"):
         return False
-    if named.endswith("threads.map"):
+    if named.endswith(("threads.map", PIPES)):
         return True
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     return name in ALWAYS or (name in WITHOUT_ARGUMENTS and not call.args and not call.keywords)
@@ -149,6 +177,11 @@ def test_every_wait_has_a_deadline_or_somebody_who_ends_it() -> None:
         "future.exception()",
         "threads.map(answer, calls)",
         "fcntl.flock(file, fcntl.LOCK_EX)",
+        "future.result(timeout=None)",
+        "self._connection.send(reply)",
+        "dist.new_group([0, 1])",
+        "socket.sendall(words)",
+        "os.read(pipe, 1)",
     ],
 )
 def test_a_wait_without_a_deadline_is_found(call: str) -> None:

@@ -136,6 +136,8 @@ def kill(pool: LanePool, lane: int) -> None:
     ("chosen", "moment", "version", "more"),
     [
         (APART, "generate", 0, {}),
+        (APART, "generate", 0, {"by": "segfault"}),
+        (APART, "generate", 0, {"by": "exit"}),
         (APART, "generate", 2, {}),
         (APART, "score", 0, {}),
         (IN_PIECES, "score", 2, {}),

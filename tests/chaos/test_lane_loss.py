@@ -6,6 +6,7 @@ its own process when it comes to the moment that a test has named; a file tells 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
@@ -48,8 +49,9 @@ LANES = tuple(LaneSpec(number) for number in range(3))
 class Death:
     """When a process kills itself: at a moment in a step, and so many times in all.
 
-    With `beside` it lives: what is gone is a process that a worker has started. With `after` it
-    waits until the learner has noted that line.
+    It is killed, takes a "segfault", as in a simulator, or calls "exit". With `beside` it lives:
+    what is gone is a process that a worker has started. With `after` it waits until the learner has
+    noted that line.
 
     `notes` is the file where the learner notes what it does, line by line.
     """
@@ -58,6 +60,7 @@ class Death:
     version: int = 0
     folder: str = ""
     times: int = 1
+    by: str = "kill"
     beside: bool = False
     notes: str = ""
     after: str = ""
@@ -81,6 +84,10 @@ class Death:
                 (Path(self.folder) / str(number)).touch(exist_ok=False)  # one process alone can
                 if self.beside:
                     raise ProcessEnded("the scorer was ended by SIGKILL\nand more")
+                if self.by == "segfault":
+                    ctypes.string_at(0)
+                if self.by == "exit":
+                    os._exit(7)
                 os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -69,6 +69,7 @@ def test_a_run_on_a_full_disk(full: Path, straight: Path, moment: str) -> None:
     assert said["err"].startswith(f"the run failed: {MOMENTS[moment]} could not be written: ")
     assert "No space left on device" in said["err"] or "File too large" in said["err"]
     assert "/disk/run" in said["err"]
+    assert "what was saved before is whole" in said["err"]
     assert "go on with --resume" in said["err"]
     assert said["left"] == [], "what was half written takes no room"
     assert said["kept"] == KEPT.get(moment, 0), "the newest checkpoint that is whole"

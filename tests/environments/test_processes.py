@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -246,3 +250,32 @@ def test_no_process_outlives_its_host():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+HOST = """
+import time
+from m2flow.environments.process import Source
+from m2flow.environments.processes import ProcessEnvironments
+print(*ProcessEnvironments(Source("toy_environments:Walk"), 2, 2).pids, flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_process_outlives_a_host_that_is_killed():
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    words, environment = [sys.executable, "-c", HOST], {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment) as host:
+        pids = [int(word) for word in host.stdout.readline().split()]
+        host.kill()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 30
+    while any(runs(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def runs(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

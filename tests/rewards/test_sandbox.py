@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +32,9 @@ def works(way: Way) -> bool:
 
 WORKING = [way for way in WAYS if works(way)]
 
-if not WORKING:
+if os.environ.get("M2FLOW_NEEDS_SANDBOX"):  # `make test-sandbox`
+    assert len(WORKING) == len(WAYS), WORKING
+elif not WORKING:
     pytest.skip("neither bubblewrap nor unshare may make namespaces", allow_module_level=True)
 
 
@@ -53,6 +56,28 @@ def refused(source: str, limits: Limits = QUICK) -> ProgramOutcome:
     outcome = run_python(source, limits=limits)
     assert not outcome.ok, outcome
     return outcome
+
+
+HOST = """
+import sys
+from m2flow.rewards import sandbox
+way, = (way for way in sandbox.WAYS if way.name == sys.argv[1])
+sandbox.find_way = lambda: way
+limits = sandbox.Limits(seconds=600.0)
+sandbox.run_python("import time; open('/tmp/x', 'w'); time.sleep(600)", limits=limits)
+"""
+
+
+def test_a_program_ends_with_the_process_that_runs_it() -> None:
+    """Killed without a word, it left a program that sleeps to itself."""
+    host = subprocess.Popen([sys.executable, "-c", HOST, sandbox.find_way().name])
+    deadline = time.monotonic() + 60
+    while not any(line.startswith(f"{sandbox.PYTHON}/bin/") for line in processes()):
+        assert time.monotonic() < deadline
+        assert host.poll() is None
+        time.sleep(0.1)
+    host.kill()
+    host.wait()  # the fixture sees that nothing is left
 
 
 # --- what works -----------------------------------------------------------------------------------

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +22,17 @@ from m2flow.runtime.driver import loading, moving
 from m2flow.runtime.driver.carrier import RayCarrier
 from m2flow.runtime.driver.recovery import Recovery
 from m2flow.runtime.driver.runner import Runner
+from m2flow.runtime.driver.supervision import Supervision
 from tests.engine.random_cases import Case, cases
 from tests.engine.test_engine import graph_of, plan_of
-from tests.runtime.crash_schedules import SCHEDULES, CrashSchedule, Stateful, Stateless
-from tests.runtime.virtual_pool import launched, virtual_time
+from tests.runtime.crash_schedules import (
+    SCHEDULES,
+    CrashSchedule,
+    Stateful,
+    Stateless,
+    shortest,
+)
+from tests.runtime.virtual_pool import VirtualProcesses, launched, virtual_time
 from tests.runtime.virtual_world import Faults
 
 ordinary = settings(
@@ -69,26 +80,80 @@ def states_are_not_restored(patch: pytest.MonkeyPatch) -> None:
 KEEP = Recovery.keep
 
 
+def machines_are_taken_for_gone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(VirtualProcesses, "without_machine", lambda _, lanes: set(lanes))
+
+
+def lanes_are_given_up_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Supervision, "_most", property(lambda _: 0, lambda *_: None), raising=False)
+
+
 @pytest.mark.parametrize(
-    "break_it",
+    ("break_it", "elastic"),
     [
-        no_step_is_taken_again,
-        old_weights_are_not_installed,
-        nobody_learns_of_a_loss,
-        states_are_not_restored,
+        (no_step_is_taken_again, False),
+        (old_weights_are_not_installed, False),
+        (nobody_learns_of_a_loss, False),
+        (states_are_not_restored, False),
+        (machines_are_taken_for_gone, False),
+        (machines_are_taken_for_gone, True),
+        (lanes_are_given_up_at_once, False),
+        (lanes_are_given_up_at_once, True),
     ],
 )
 def test_a_driver_that_is_broken_is_found_out(
-    break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    break_it: Callable[[pytest.MonkeyPatch], None], elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def play() -> None:
         for seed in range(20):
-            CrashSchedule(CASE, Faults(lose=0.03, most=8), seed).run()
+            CrashSchedule(CASE, Faults(lose=0.03, most=8, elastic=elastic), seed).run()
 
     play()
     break_it(monkeypatch)
     with pytest.raises((AssertionError, RunFailed)):
         play()
+
+
+def test_a_schedule_that_is_broken_is_cut_to_what_breaks_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states_are_not_restored(monkeypatch)
+    everything = replace(SCHEDULES[-1], lose=0.05, most=8)
+    faults, seed = shortest(CASE, everything, 7)
+    assert replace(faults, most=1) == Faults(lose=0.05, most=1)
+    assert faults.most <= 2
+    for _ in range(2):  # it is a reproducer
+        with pytest.raises((AssertionError, RunFailed)):
+            CrashSchedule(CASE, faults, seed).run()
+
+
+PLAYED = """
+from tests.runtime.crash_schedules import SCHEDULES, CrashSchedule
+from tests.runtime.test_crash_schedules import CASE, REPLICAS
+for seed in range(20):
+    for case in (CASE, REPLICAS):
+        for faults in SCHEDULES:
+            played = CrashSchedule(case, faults, seed)
+            reason, world = played.run(), played.world
+            print(seed, reason, played.steps, world.now, sorted(world.events.items()))
+"""
+
+
+def test_a_seed_is_the_same_schedule_in_any_process() -> None:
+    root = Path(__file__).parents[2]
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", PLAYED],
+            env={**os.environ, "PYTHONHASHSEED": str(number), "PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        ).stdout
+        for number in (1, 2)
+    ]
+    assert told[0] == told[1]
+    assert "lanes lost" in told[0]
 
 
 def test_a_lane_that_is_lost_again_while_it_takes_its_weights_over_comes_back() -> None:

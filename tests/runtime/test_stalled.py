@@ -149,12 +149,18 @@ def test_lanes_of_another_machine_are_asked_there(monkeypatch: pytest.MonkeyPatc
     """By a task of Ray on their machine."""
     monkeypatch.setattr(LanePool, "is_here", lambda *_: False)
     with LanePool(LANES) as pool:
+        for address in pool.addresses.values():
+            with Path(f"/proc/{address.process_id}/fd/1").resolve().open("a") as log:
+                log.write("what a lane has printed\n")
         told = stalled.accounts(pool)
         assert [one.splitlines()[0] for one in told] == [
             f"Lane {lane}, process {address.process_id}:"
             for lane, address in pool.addresses.items()
         ]
-        assert all("Thread 0x" in one for one in told)
+        for one in told:
+            assert "Thread 0x" in one
+            printed = one.partition("  the last of worker-")[2].splitlines()
+            assert "    what a lane has printed" in printed
 
 
 def test_the_last_lines_that_a_lane_has_printed(tmp_path: Path) -> None:

@@ -304,6 +304,7 @@ class LaneProcess:
             assert not node.has_finish, f"{order.worker} is in the middle of a mini-batch"
         if self.world.dice.random() < self.world.faults.full:
             self.world.events["snapshots without room"] += 1
+            self.world.without_room = True
             self._answer(order.number, OSError("no space left on device"), raised=True)
         else:
             self.saved[order.producer] = self.states[order.worker].clone()

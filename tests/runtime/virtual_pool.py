@@ -36,6 +36,7 @@ from m2flow.runtime.driver.carrier import RayCarrier
 from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.methods import STEP, Methods, Plans
 from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.processes import START_TRIES
 from m2flow.runtime.driver.recovery import Recovery
 from m2flow.runtime.driver.run import Run
 from m2flow.runtime.driver.supervision import Supervision
@@ -98,6 +99,7 @@ class Starting:
         self.fails = world.is_gone(lane) or world.dice.random() < world.faults.stillborn
         self._then: list[Callable[[object], None]] = []
         world.struck[lane] += self.fails
+        world.failed_starts[lane] += self.fails
         world.after(world.dice.random() * 3, self._up)
 
     def _up(self) -> None:
@@ -132,7 +134,8 @@ class VirtualProcesses:
                 before = self.world.lanes.get(lane.id)
                 lost = before is None or before.line.silent or before.reason != ENDED
                 self.world.struck[lane.id] += lost
-            raise RunFailed("lanes have not come up in 3 tries")
+                self.world.failed_starts[lane.id] += START_TRIES
+            raise RunFailed(f"lanes have not come up in {START_TRIES} tries")
         return {lane.id: self._process(lane.id) for lane in lanes}
 
     def _process(self, lane: int) -> VirtualLine:

@@ -91,6 +91,8 @@ class World:
         gone: machine to when it is back.
         disk: rollouts that have been written.
         struck: how often each lane was lost, or has not come up.
+        failed_starts: how often each lane has not come up since the launcher has begun.
+        without_room: whether a snapshot has found no room since then.
         shared: by number the calls that lanes carry out together.
     """
 
@@ -104,6 +106,9 @@ class World:
         self.gone: dict[int, float] = {}
         self.disk: list[Rollouts] = []
         self.struck: Counter[int] = Counter()
+        self.failed_starts: Counter[int] = Counter()
+        self.without_room = False
+        self._struck_before: Counter[int] = Counter()
         self.events: Counter[str] = Counter()
         self.shared: dict[int, SharedCall] = {}
         self.slow = {lane.id for lane in plan.lanes if dice.random() < faults.slow}
@@ -119,6 +124,8 @@ class World:
             lane.up = False
         self.lanes.clear()
         self._ahead.clear()
+        self.failed_starts.clear()
+        self.without_room, self._struck_before = False, self.struck.copy()
 
     def after(self, seconds: float, do: Callable[[], object]) -> None:
         """Have something happen later."""
@@ -193,6 +200,10 @@ class World:
     def is_gone(self, lane: int) -> bool:
         """Whether the machine of a lane is gone."""
         return self.now < self.gone.get(self.nodes[lane], 0.0)
+
+    def struck_since(self, lane: int) -> int:
+        """How often the launcher of the moment has lost a lane, or seen it not come up."""
+        return self.struck[lane] - self._struck_before[lane]
 
     # --- what workers are -------------------------------------------------------------------------
 

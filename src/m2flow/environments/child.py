@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import traceback
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,7 +22,7 @@ from m2flow.environments.memory import ObservationMemory
 from m2flow.environments.registry import make_environment
 from m2flow.environments.slots import Slots
 from m2flow.errors import M2FlowError, RunFailed
-from m2flow.signals import leave_the_end_to_the_parent
+from m2flow.signals import end_with_pipe, leave_the_end_to_the_parent
 
 
 class _Child:
@@ -75,12 +74,6 @@ class _Child:
 def main(descriptor: int) -> None:
     """Serve the connection of that descriptor; the process ends with its parent."""
     leave_the_end_to_the_parent()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_pipe(sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # simulators talk; the log has it all
     _Child(Connection(descriptor)).run()
-
-
-def _end_with_parent() -> None:
-    while os.read(sys.stdin.fileno(), 1):  # the buffer's lock would hold up the end of the process
-        pass
-    os._exit(1)

@@ -242,10 +242,12 @@ class Way:
     command: Callable[[Limits], list[str]]
 
 
+_DIES_WITH_PARENT = (shutil.which("setpriv") or "setpriv", "--pdeathsig=KILL")
+
+
 def _dropped(limits: Limits) -> list[str]:
     """Words that take every privilege away and set the limits."""
-    words = [shutil.which("setpriv") or "setpriv", "--no-new-privs", "--bounding-set=-all"]
-    words += ["--inh-caps=-all", "--pdeathsig=KILL"]  # a new user's would be none
+    words = [*_DIES_WITH_PARENT, "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
     if os.geteuid() == 0:
         user = secrets.randbelow(len(USERS)) + USERS.start
         words += [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
@@ -333,10 +335,12 @@ exec "$@"
 
 
 def _unshare(limits: Limits) -> list[str]:
-    words = [shutil.which("unshare") or "unshare", "--net", "--pid", "--ipc", "--uts", "--mount"]
+    unshare = shutil.which("unshare") or "unshare"
+    # A process that gets a user namespace forgets the signal for its parent's death: that comes
+    # before.
+    words = [] if os.geteuid() == 0 else [unshare, "--user", "--map-root-user"]
+    words += [*_DIES_WITH_PARENT, unshare, "--net", "--pid", "--ipc", "--uts", "--mount"]
     words += ["--fork", "--kill-child=KILL"]
-    if os.geteuid() != 0:
-        words += ["--user", "--map-root-user"]
     script = ["/bin/sh", "-c", _NEW_ROOT, "sandbox", sys.base_prefix, PYTHON]
     script.append(_scratch(limits))
     environment = [f"{name}={value}" for name, value in _environment().items()]

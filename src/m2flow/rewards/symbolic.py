@@ -23,7 +23,7 @@ from typing import Any
 
 from m2flow.errors import RunFailed
 from m2flow.rewards.number import MAX_ANSWER_CHARS, read_numeral, tidy, unwrapped
-from m2flow.signals import leave_the_end_to_the_parent
+from m2flow.signals import end_with_pipe, leave_the_end_to_the_parent
 
 SECONDS = 3
 """Longest that a process may parse an expression, or compare two; most take 1 to 100 ms."""
@@ -101,7 +101,7 @@ class _ComparingProcess:
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
         )
@@ -130,6 +130,8 @@ class _ComparingProcess:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._line.close()
 
 
@@ -167,8 +169,9 @@ atexit.register(_processes.close)
 
 
 def serve(descriptor: int) -> None:
-    """Answer the pairs that come over a connection until it ends."""
+    """Answer the pairs that come over a connection until it ends, or standard input does."""
     leave_the_end_to_the_parent()
+    end_with_pipe(sys.stdin.fileno())
     line = Connection(descriptor)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     compare("x^2-1", "(x-1)(x+1)")  # the parser learns its tables

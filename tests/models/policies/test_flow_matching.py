@@ -116,6 +116,34 @@ def test_the_stochastic_equation_keeps_the_marginals() -> None:
     assert abs(x.std() - data_std) < 0.04
 
 
+def test_cloning_matches_the_flow_from_noise_to_the_scaled_actions() -> None:
+    """Against the definition, at the noise and times that the seed gives."""
+    scales = {"action_mean": (0.5, -1.0, 2.0), "action_std": (2.0, 0.5, 4.0)}
+    model, seen = policy(**scales), observations()
+    shown = torch.randn(3, 4, 3)
+    loss = model.cloning_loss(seen, shown, seed=9)
+    assert torch.equal(loss, model.cloning_loss(seen, shown, seed=9))
+    assert not torch.equal(loss, model.cloning_loss(seen, shown, seed=10))
+    loss.backward()
+    assert model.model.action_out_proj.weight.grad is not None
+
+    torch.manual_seed(9)
+    time = torch.distributions.Beta(torch.tensor(1.5), torch.tensor(1.0)).sample((3,))
+    time = 0.001 + 0.999 * time
+    noise = torch.randn(3, 4, 5)
+    wanted = (shown - torch.tensor(scales["action_mean"])) / torch.tensor(scales["action_std"])
+    wanted = torch.cat([wanted, torch.zeros(3, 4, 2)], dim=-1)
+    errors = []
+    with torch.no_grad():
+        for row in range(3):
+            alone = {name: part[row : row + 1] for name, part in seen.items()}
+            t = float(time[row])
+            point = t * noise[row : row + 1] + (1 - t) * wanted[row : row + 1]
+            velocity, _ = model._velocity(model._scene(alone), point, t)
+            errors.append((velocity - (noise - wanted)[row]).square().mean())
+    torch.testing.assert_close(loss.detach(), torch.stack(errors).mean(), rtol=1e-4, atol=1e-5)
+
+
 def test_the_noise_network_keeps_its_bounds_and_learns() -> None:
     model, seen = policy("network", std_range=(0.1, 0.2)), observations()
     output = model.act(seen, seeds=SEEDS)

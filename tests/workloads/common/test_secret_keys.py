@@ -43,6 +43,32 @@ def test_a_secret_in_a_list_is_refused() -> None:
     assert VALUE not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"command": ["server", "--stdio"], "env": {"OPENAI_KEY": VALUE}}, "env.OPENAI_KEY"),
+        ({"command": ["server", "--api-key", VALUE]}, "command.2"),
+        ({"command": ["server", f"--token={VALUE}"]}, "command.1"),
+        ({"command": ["server"], "env": {"STORE": f"postgres://me:{VALUE}@host/x"}}, "env.STORE"),
+    ],
+)
+def test_a_secret_of_a_tools_server_is_refused(options: dict[str, Any], key: str) -> None:
+    recipe = {"workload": "agentic", "tools": [{"tool": "mcp", "options": options}]}
+    with pytest.raises(UserError, match="looks like a secret") as refused:
+        read_recipe(recipe)
+    assert str(refused.value).startswith(f"tools.0.options.{key}")
+    assert VALUE not in str(refused.value)
+
+
+def test_what_a_tools_server_is_told_beside_is_kept() -> None:
+    options = {
+        "command": ["server", "--token-file", "here", "--pad-token", "x", "--verbose", "-k=v"],
+        "env": {"OPENAI_KEY": None, "HOST": "http://host:80/me@here", "KEY": "a"},
+    }
+    recipe = {"workload": "agentic", "tools": [{"tool": "mcp", "options": options}]}
+    assert read_recipe(recipe).model_dump()["tools"][0]["options"] == options
+
+
 def test_a_run_that_holds_a_secret_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     from m2flow.workloads.common.start import train
 

@@ -14,6 +14,7 @@ from m2flow.algorithms.sampling import derive_seed
 from m2flow.environments.demonstrations import read_demonstrations, record_demonstrations
 from m2flow.environments.registry import make_environment
 from m2flow.errors import UserError
+from m2flow.models.policies.flow_matching import FlowOptions, tiny_pi0
 from m2flow.training.optimizer import NotFinite
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.cloning import clone, demonstrations
@@ -37,7 +38,7 @@ def recipe(**changes: Any) -> Any:
 
 def test_demonstrations_are_chunks_of_what_was_done_next() -> None:
     own = recipe(warmup={"episodes": 3})
-    observations, actions = demonstrations(own, spec_of(own))
+    observations, actions = demonstrations(own, spec_of(own), 2)
     assert actions.shape[1:] == (2, 2)
     assert {len(part) for part in observations.values()} == {len(actions)}
     assert set(observations["instruction"]) == {"reach the red ball"}
@@ -54,7 +55,7 @@ def test_what_an_expert_saw_has_the_dtypes_of_the_spec(monkeypatch: pytest.Monke
         warmup={"steps": 2, "episodes": 2, "expert": "toy_environments:go_right"},
         policy={"hidden": [8]},
     )
-    seen, _ = demonstrations(own, spec_of(own))
+    seen, _ = demonstrations(own, spec_of(own), 1)
     assert seen["state"].dtype == torch.float32
     assert seen["image"].dtype == torch.uint8
     clone(EmbodiedExperiment(own).flow().learner.source.make(), own, spec_of(own))
@@ -76,6 +77,28 @@ def test_a_cloned_policy_does_as_it_was_shown(tmp_path: Path) -> None:
     ours, theirs = (one.flow().learner.source.make() for one in (experiment, again))
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, other)
+
+
+def test_pi0_is_cloned_by_matching_the_flow_of_all_that_it_decides_on() -> None:
+    own = recipe(
+        policy={"kind": "pi0", "cameras": ["image"], "chunk": 2},
+        warmup={"steps": 200, "episodes": 6, "batch_size": 16, "learning_rate": 3e-3},
+        model="tiny",
+    )
+    spec = spec_of(own)
+    options = FlowOptions(action_size=2, chunk=2, low=(-1.0, -1.0), high=(1.0, 1.0))
+    policy = tiny_pi0(["reach the red ball"], options, state_size=10, chunk=4)
+    assert (policy.horizon, policy.chunk) == (4, 2)
+    seen, shown = demonstrations(own, spec, policy.horizon)
+
+    def error() -> float:
+        with torch.no_grad():
+            given = policy.act(seen, seeds=range(len(shown)), greedy=True).actions
+        return float((given - shown[:, :2]).square().mean())
+
+    before = error()
+    clone(policy, own, spec)
+    assert error() < before / 4
 
 
 def test_a_warm_up_of_what_is_no_number_ends_and_changes_nothing() -> None:
@@ -121,7 +144,7 @@ def test_what_was_recorded_clones_the_policy_that_playing_it_does(tmp_path: Path
     played = recipe(warmup={"steps": 5, "episodes": 3}, policy={"hidden": [8], "chunk": 3})
     data = recorded(tmp_path, played)
     read = recipe(warmup={"steps": 5, "data": data}, policy={"hidden": [8], "chunk": 3})
-    ours, theirs = (demonstrations(one, spec_of(one)) for one in (played, read))
+    ours, theirs = (demonstrations(one, spec_of(one), 3) for one in (played, read))
     assert torch.equal(ours[1], theirs[1])
     for name, part in ours[0].items():
         other = theirs[0][name]

@@ -311,7 +311,6 @@ def test_advantages_are_brought_to_mean_0_and_deviation_1(credit: str) -> None:
     [
         ({"algorithm": {"advantage_level": "action", "level": "chunk"}}, "one probability ratio"),
         ({"policy": {"kind": "pi0"}, "algorithm": {"advantage_level": "action"}}, "pi0 denoises"),
-        ({"policy": {"kind": "pi0"}, "warmup": {"steps": 1}}, "pi0 gives no probability"),
         ({"policy": {"kind": "openvla-oft"}}, "expected 8 for the checkpoints of LIBERO"),
         ({"algorithm": {"name": "grpo", "advantage_level": "action"}}, "grpo has no use for it"),
     ],

@@ -87,6 +87,8 @@ class FlowOptions:
 class FlowMatchingPolicy(Policy):
     """pi0 whose denoising steps are Gaussian."""
 
+    horizon: int
+
     def __init__(self, model: Any, tokenizer: Any, options: FlowOptions) -> None:
         """Take the model, and the tokenizer of the checkpoint (package tokenizers)."""
         super().__init__()
@@ -176,6 +178,22 @@ class FlowMatchingPolicy(Policy):
             self._counted(entropies),
             self._value(scene),
         )
+
+    def cloning_loss(self, observations: Observations, actions_BHA: Tensor, seed: int) -> Tensor:
+        """Flow matching as pi0 was trained (arXiv 2410.24164, section IV): transformers' own loss.
+
+        The mean square error of the velocity, at times and noise that are drawn with the seed.
+        """
+        scene = self._scene(observations)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            output = self.model(
+                state=scene.state,
+                attention_mask=scene.mask,
+                past_key_values=scene.cache,
+                actions=self._own_actions(actions_BHA.to(scene.state)),
+            )
+        return output.loss.float().mean()
 
     def _rows(self, path_BHD: Tensor) -> Tensor:
         """Return figures of all actions as rows of those that are carried out, [B, K, D H/K]."""
@@ -284,6 +302,14 @@ class FlowMatchingPolicy(Policy):
             return actions
         low, high = (actions.new_tensor(end) for end in (self.options.low, self.options.high))
         return actions.clamp(low, high)
+
+    def _own_actions(self, actions_BHA: Tensor) -> Tensor:
+        """Scale an environment's actions as the model has them, and pad them with zeros."""
+        if self.options.action_mean is not None:
+            mean = actions_BHA.new_tensor(self.options.action_mean)
+            std = actions_BHA.new_tensor(self.options.action_std or (1.0,))
+            actions_BHA = (actions_BHA - mean) / (std + 1e-8)
+        return F.pad(actions_BHA, (0, self.coordinates - self.size))
 
     def _value(self, scene: _Scene) -> Tensor | None:
         if self.value_head is None:

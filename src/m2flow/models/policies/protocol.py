@@ -81,7 +81,13 @@ CRITIC_PARTS = ("critic", "value", "value_head")
 
 
 class Policy(nn.Module, ABC):
-    """A network that acts and that can judge its actions."""
+    """A network that acts and that can judge its actions.
+
+    Attributes:
+        horizon: actions that it decides on at a time, where they are more than are carried out.
+    """
+
+    horizon: int | None = None
 
     @abstractmethod
     def act(
@@ -122,6 +128,19 @@ class Policy(nn.Module, ABC):
         raise UserError(
             f"{type(self).__name__} does not learn from actions alone", key="warmup.steps"
         )
+
+    def cloning_loss(self, observations: Observations, actions_BHA: Tensor, seed: int) -> Tensor:
+        """How far the policy is from giving the actions that were shown; differentiable.
+
+        Args:
+            observations: what was seen.
+            actions_BHA: [B, H, A], the environment's; H is `horizon`, or the chunk without one.
+            seed: all chance of the loss follows from it.
+
+        Returns:
+            float32 [], by default the mean negative log-probability.
+        """
+        return -self.evaluate(observations, self.tokens_of(actions_BHA)).logprobs.mean()
 
     def critic_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the critic's own, on which no action's probability depends."""

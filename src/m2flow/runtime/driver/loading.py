@@ -29,6 +29,7 @@ from m2flow.runtime.lane.orders import (
     Rendezvous,
 )
 from m2flow.runtime.transport.groups import STORE, check_private, lane_sets_of
+from m2flow.runtime.transport.peering import PeerLost
 
 SETTLE_SECONDS = 5.0
 """How long to wait for lanes that are still loading when another one has failed to."""
@@ -225,5 +226,8 @@ def _loaded(pool: LanePool, number: int, seconds: float) -> dict[str, int]:
                 case _:  # the last words of an earlier run
                     pass
     if errors:
-        raise pickle.loads(min(errors)[1])
+        error = pickle.loads(min(errors)[1])
+        if isinstance(error, PeerLost):  # of the lane that was lost is not heard yet
+            raise RunFailed(f"workers were not loaded: {error}") from error
+        raise error
     return state_bytes

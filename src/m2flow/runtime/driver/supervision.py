@@ -96,14 +96,20 @@ class Supervision:
             error: how the loss was heard of.
 
         Raises:
-            RunFailed: a lane was lost again and again and the run is not elastic, or none is left.
+            RunFailed: a lane was lost again and again, or its machine is gone, and the run is not
+                elastic; or none is left.
         """
-        lost, hopeless = dict(self._pool.lost), dict[int, str]()
-        if self._elastic is not None:
-            hopeless = dict.fromkeys(self._pool.processes.without_machine(lost), NO_MACHINE)
+        lost = dict(self._pool.lost)
+        elsewhere = [lane for lane in lost if not self._pool.is_here(lane)]
+        gone = self._pool.processes.without_machine(elsewhere) if elsewhere else ()
+        hopeless = dict.fromkeys(gone, NO_MACHINE)
         for lane, (reason, _) in lost.items():
             self._first.setdefault(lane, reason)
             self._steps[lane] = 0
+            if lane in hopeless and self._elastic is None:
+                raise RunFailed(
+                    f"lane {lane} was lost: {self._first[lane]}\nthe machine of lane {lane} is gone"
+                ) from error
             if lane in hopeless or lane in self._coming | self._ended:
                 continue
             if self._begun[lane] < self._most:
@@ -140,8 +146,11 @@ class Supervision:
                 pool.restart(down)
                 self._ended.clear()
             except (RunFailed, UserError) as error:
-                self._ended |= down - lost if lost else set()
-                culprits = lost or down
+                gone: set[int] = set()
+                if self._elastic is not None:  # others may be started without them
+                    gone = pool.processes.without_machine(down)
+                culprits = gone or lost or down
+                self._ended |= down - culprits
                 if self._elastic is None or not culprits <= pool.lost.keys():
                     raise
                 self._give_up(dict.fromkeys(culprits, str(error).splitlines()[0]), error)

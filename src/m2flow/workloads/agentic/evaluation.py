@@ -9,10 +9,7 @@ from m2flow.errors import UserError
 from m2flow.plan import parse_lanes
 from m2flow.workloads.agentic.config import AgenticRecipe
 from m2flow.workloads.agentic.experiment import AgenticExperiment, turn_figures
-from m2flow.workloads.common.examining import examined, refuse_unheeded
-from m2flow.workloads.common.reading import read_recipe
-from m2flow.workloads.common.recipe import Recipe
-from m2flow.workloads.common.resume import recipe_of, run_of
+from m2flow.workloads.common.examining import examined, recipe_examined, refuse_unheeded
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.reasoning.evaluation import model_folder
 from m2flow.workloads.reasoning.workers import ModelSource
@@ -27,21 +24,9 @@ def examine(asked: Examination) -> dict[str, Any]:
     Raises:
         UserError: the checkpoint is of no agentic run, and there is no recipe.
     """
-    recipe: Recipe | None
     refuse_unheeded(asked)
     model = model_folder(asked.model)
-    if asked.data is not None:
-        recipe = read_recipe(asked.data, {"model.path": str(model), "warmup.steps": 0})
-    else:
-        run = run_of(asked.model)
-        recipe = None if run is None else recipe_of(run)
-    if not isinstance(recipe, AgenticRecipe):
-        raise UserError(
-            "is no checkpoint of an agentic run",
-            key="MODEL",
-            value=str(asked.model),
-            expected="RUN/checkpoints/latest, or a model's folder and --data RECIPE",
-        )
+    recipe = recipe_examined(asked, AgenticRecipe, {"model.path": str(model), "warmup.steps": 0})
     count = asked.limit or recipe.evaluation.problems
     evaluation = recipe.evaluation.model_copy(update={"problems": count})
     recipe = recipe.model_copy(update={"evaluation": evaluation})

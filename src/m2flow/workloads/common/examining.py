@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Flow
 from m2flow.workloads.common.planning import named_layouts
-from m2flow.workloads.common.reading import recipe_keys
+from m2flow.workloads.common.reading import read_recipe, recipe_keys
+from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import known_workloads, workload_named, workload_of
 from m2flow.workloads.common.resume import recipe_of, run_of
 from m2flow.workloads.common.workload import Examination, Workload
@@ -19,8 +20,10 @@ from m2flow.workloads.common.workload import Examination, Workload
 if TYPE_CHECKING:
     from m2flow.runtime.driver.runner import StepResult
 
-HEEDED = ("model", "data", "limit", "lanes", "layout")
-"""What every workload heeds of an `Examination`."""
+R = TypeVar("R", bound=Recipe)
+
+HEEDED = ("data", "limit", "lanes", "layout")
+"""What every workload heeds of an `Examination`, beside the model."""
 
 OPTIONS = {"chat_options": "--chat-option", "skip_bad_rows": "--on-bad-row"}
 """Of `m2flow eval`, where they are not called as the fields of an `Examination`."""
@@ -51,6 +54,33 @@ def examiner_of(model: Path, data: Path | None) -> Workload:
     if len(readers) > 1:
         raise UserError("is missing", key="--workload", expected=" or ".join(sorted(readers)))
     return workload_named(readers[0])
+
+
+def recipe_examined(asked: Examination, kind: type[R], model: Mapping[str, object]) -> R:
+    """The recipe by which a policy is judged: that of its run, or the one that `asked.data` names.
+
+    Args:
+        asked: what `m2flow eval` asks.
+        kind: the workload's type of recipe.
+        model: keys of a recipe of `asked.data` that name the model.
+
+    Raises:
+        UserError: it is another workload's, or there is none.
+    """
+    recipe: Recipe | None
+    if asked.data is not None:
+        recipe = read_recipe(asked.data, model)
+    else:
+        run = run_of(asked.model)
+        recipe = None if run is None else recipe_of(run)
+    if not isinstance(recipe, kind):
+        raise UserError(
+            f"is no checkpoint of an {kind.model_fields['workload'].default} run",
+            key="MODEL",
+            value=str(asked.model),
+            expected="RUN/checkpoints/latest, or a model's folder and --data RECIPE",
+        )
+    return recipe
 
 
 def examined(
@@ -88,17 +118,18 @@ def refuse_unheeded(asked: Examination, *heeded: str) -> None:
     Raises:
         UserError: names the option, and those that are heeded.
     """
-    known = {
-        field.name: OPTIONS.get(field.name, f"--{field.name.replace('_', '-')}")
-        for field in fields(asked)
-    }
+    does = (*HEEDED, *heeded)
     for field in fields(asked):
         value = getattr(asked, field.name)
-        if field.name not in (*HEEDED, *heeded) and value != field.default:
-            others = ", ".join(known[name] for name in (*HEEDED[1:], *heeded))
+        if field.default is not MISSING and field.name not in does and value != field.default:
             raise UserError(
                 "changes nothing: the run or the recipe says how its policy acts",
-                key=known[field.name],
+                key=_option(field.name),
                 value=value,
-                hint=f"what does: {others}",
+                hint=f"what does: {', '.join(map(_option, does))}",
             )
+
+
+def _option(field: str) -> str:
+    """The option of `m2flow eval` that sets a field of an `Examination`."""
+    return OPTIONS.get(field, f"--{field.replace('_', '-')}")

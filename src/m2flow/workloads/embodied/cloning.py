@@ -41,12 +41,14 @@ def expert_of(recipe: EmbodiedRecipe, environment: Environment) -> Expert:
     return user_function(named, "warmup.expert")
 
 
-def demonstrations(recipe: EmbodiedRecipe, spec: EnvironmentSpec) -> tuple[dict[str, Any], Tensor]:
+def demonstrations(
+    recipe: EmbodiedRecipe, spec: EnvironmentSpec, ahead: int
+) -> tuple[dict[str, Any], Tensor]:
     """What was seen and done, turn by turn: read from a file, or in episodes that an expert plays.
 
     Returns:
-        observations with a row for each turn, and actions [turns, K, A]: what was done in the next
-        K steps; behind the end of an episode the last action is repeated.
+        observations with a row for each turn, and actions [turns, ahead, A]: what was done in the
+        next so many steps; behind the end of an episode the last action is repeated.
     """
     if recipe.warmup.data is not None:
         shown = read_demonstrations(recipe.warmup.data, spec)
@@ -60,12 +62,12 @@ def demonstrations(recipe: EmbodiedRecipe, spec: EnvironmentSpec) -> tuple[dict[
     at_T = np.arange(len(episode_T))
     ends = np.append(np.flatnonzero(np.diff(episode_T)), len(episode_T) - 1)
     last_T = ends[np.searchsorted(ends, at_T)]
-    next_TK = np.minimum(at_T[:, None] + np.arange(recipe.policy.chunk), last_T[:, None])
+    next_TH = np.minimum(at_T[:, None] + np.arange(ahead), last_T[:, None])
     seen: dict[str, Any] = {
         name: column.tolist() if name == "instruction" else torch.from_numpy(column)
         for name, column in shown.items()
     }
-    return seen, torch.from_numpy(action_TA[next_TK])
+    return seen, torch.from_numpy(action_TA[next_TH])
 
 
 def clone(
@@ -74,7 +76,7 @@ def clone(
     spec: EnvironmentSpec,
     progress: RunProgress | None = None,
 ) -> None:
-    """Train a policy to give the actions that were shown, in place; by maximum likelihood.
+    """Train a policy to give the actions that were shown, in place, by its `cloning_loss`.
 
     Raises:
         NotFinite: the loss or a gradient became NaN or infinite; no step was taken with it.
@@ -82,11 +84,11 @@ def clone(
     warmup = recipe.warmup
     if progress is not None:
         progress.phase("warm-up", warmup.steps)
-    observations, actions = demonstrations(recipe, spec)
+    ahead = policy.horizon or recipe.policy.chunk
+    observations, actions = demonstrations(recipe, spec, ahead)
     for statistics in policy.running_statistics():
         if statistics.of == "state":
             statistics.take_in(statistics.moments(observations["state"]))
-    tokens = policy.tokens_of(actions)
     optimizer = torch.optim.AdamW(policy.parameters(), warmup.learning_rate)
     random = torch.Generator().manual_seed(recipe.seed)
     for step in range(1, warmup.steps + 1):
@@ -95,7 +97,7 @@ def clone(
             name: [part[row] for row in rows.tolist()] if isinstance(part, list) else part[rows]
             for name, part in observations.items()
         }
-        loss = -policy.evaluate(some, tokens[rows]).logprobs.mean()
+        loss = policy.cloning_loss(some, actions[rows], derive_seed(recipe.seed, 11, step))
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)

@@ -487,13 +487,6 @@ class EmbodiedRecipe(common.Recipe):
                 value="action",
                 expected="chunk",
             )
-        if self.policy.kind == "pi0" and self.warmup.steps:
-            raise UserError(
-                "pi0 gives no probability of an action that was shown, which cloning needs",
-                key="warmup.steps",
-                value=self.warmup.steps,
-                expected="0: begin with a checkpoint that is trained on demonstrations",
-            )
         sac = self.algorithm.name == "sac"
         if sac and (self.policy.kind, self.policy.distribution) != ("mlp", "squashed"):
             raise UserError(

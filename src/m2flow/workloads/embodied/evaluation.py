@@ -11,10 +11,7 @@ from typing import Any
 from m2flow.algorithms.confidence import wilson
 from m2flow.errors import RunFailed, UserError
 from m2flow.plan import parse_lanes
-from m2flow.workloads.common.examining import examined, refuse_unheeded
-from m2flow.workloads.common.reading import read_recipe
-from m2flow.workloads.common.recipe import Recipe
-from m2flow.workloads.common.resume import recipe_of, run_of
+from m2flow.workloads.common.examining import examined, recipe_examined, refuse_unheeded
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.embodied.config import EmbodiedRecipe, EmbodiedWarmupSection
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
@@ -31,7 +28,6 @@ def examine(asked: Examination) -> dict[str, Any]:
     Raises:
         UserError: the checkpoint is of no embodied run, and there is no recipe.
     """
-    recipe: Recipe | None
     if asked.samples > 1:
         raise UserError(
             "each start has one episode",
@@ -41,18 +37,7 @@ def examine(asked: Examination) -> dict[str, Any]:
             hint="--limit says how many episodes",
         )
     refuse_unheeded(asked, "seed")
-    if asked.data is not None:
-        recipe = read_recipe(asked.data, {"model": str(asked.model)})
-    else:
-        run = run_of(asked.model)
-        recipe = None if run is None else recipe_of(run)
-    if not isinstance(recipe, EmbodiedRecipe):
-        raise UserError(
-            "is no checkpoint of an embodied run",
-            key="MODEL",
-            value=str(asked.model),
-            expected="RUN/checkpoints/latest, or a published model and --data RECIPE",
-        )
+    recipe = recipe_examined(asked, EmbodiedRecipe, {"model": str(asked.model)})
     count, lanes = asked.limit or EPISODES, asked.lanes or parse_lanes("auto")
     evaluation = recipe.evaluation.model_copy(update={"episodes": count, "films": 0})
     nothing = EmbodiedWarmupSection()  # its demonstrations may be elsewhere
