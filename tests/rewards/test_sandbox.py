@@ -48,7 +48,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def processes() -> list[str]:
-    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    words = ["ps", "-eww", "-o", "args"]  # whole lines, however wide a terminal is said to be
+    found = subprocess.run(words, capture_output=True, text=True, check=True)
     return found.stdout.splitlines()
 
 

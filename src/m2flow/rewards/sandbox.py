@@ -281,9 +281,11 @@ def _environment() -> dict[str, str]:
 
 def _bubblewrap(limits: Limits) -> list[str]:
     words = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv"]
-    words.append("--as-pid-1")  # no process of bwrap's own, unbounded, that it could get into
     words += [f"--unshare-{what}" for what in ("net", "pid", "ipc", "uts", "cgroup-try")]
+    # As root bwrap's own first process is root's, which the program has no way into, and which ends
+    # with bwrap. The program, of another user, would not: bwrap's end may send it no signal.
     if os.geteuid() != 0:  # with the privileges to mount, and to drop those
+        words.append("--as-pid-1")  # no process of bwrap's own, unbounded, that it could get into
         words += ["--unshare-user", "--uid", "0", "--gid", "0"]
         words += ["--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP"]
     words += ["--ro-bind", "/usr", "/usr", "--ro-bind", sys.base_prefix, PYTHON]
