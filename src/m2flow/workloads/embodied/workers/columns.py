@@ -8,7 +8,7 @@ for, are `cut.observation.NAME`, with a row for each cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from m2flow.flow import Batch, Ragged
@@ -25,11 +25,6 @@ ACTED = ("action", "tokens", "logprobs", "values")
 NO_FILM, FILM, OPTIONAL_FILM = range(3)
 """Whether the first episode of a start is filmed, its column `film`: an optional film is given up
 where drawing takes long."""
-
-
-def as_columns(observations: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Observations as columns of a batch."""
-    return {f"{prefix}{OBSERVATION}{name}": part for name, part in observations.items()}
 
 
 def observations_of(batch: Batch, prefix: str = "") -> dict[str, Any]:
