@@ -33,12 +33,24 @@ def unmarked(
             yield node.lineno
 
 
+RUN_WHAT_THEY_READ = ("torch.jit.load", "torch.hub", "torch.package", "FileSystemReader")
+"""What of torch runs code of what it reads, or unpickles it (`.metadata` of a distributed
+checkpoint)."""
+
+
 def unsafe_loads(source: str) -> Iterator[int]:
-    """Lines on which `torch.load` is called, or handed on, without `weights_only=True`."""
+    """Lines on which `torch.load` is called, or handed on, without `weights_only=True`, and those
+    with what runs what it reads, whatever it is told."""
     yield from unmarked(source, lambda x: ast.unparse(x) == "torch.load", "weights_only", True)
     for node in ast.walk(ast.parse(source)):
-        imported = isinstance(node, ast.ImportFrom) and node.module == "torch"
-        if imported and any(one.name == "load" for one in node.names):
+        if isinstance(node, ast.ImportFrom):
+            names = {one.name for one in node.names}
+            names |= {f"{node.module}.{name}" for name in names} | {str(node.module)}
+            if names & {"torch.load", *RUN_WHAT_THEY_READ}:
+                yield node.lineno
+        elif isinstance(node, ast.Attribute) and (
+            ast.unparse(node) in RUN_WHAT_THEY_READ or node.attr in RUN_WHAT_THEY_READ
+        ):
             yield node.lineno
 
 
@@ -61,6 +73,10 @@ def test_torch_loads_weights_only() -> None:
         "torch.load(f, weights_only=safe)",
         "from torch import load",
         "read = torch.load",
+        "torch.jit.load(f)",
+        "torch.hub.load(f, 'model')",
+        "from torch.distributed.checkpoint import FileSystemReader",
+        "dcp.FileSystemReader(f)",
     ],
 )
 def test_what_would_load_more_is_found(source: str) -> None:
