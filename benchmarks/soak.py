@@ -153,13 +153,13 @@ class Soaked:
         )
 
     def segments(self) -> dict[Path, int]:
-        """The run's files in shared memory, with their bytes."""
+        """The run's files in shared memory, with the bytes of memory that they take."""
         self.prefixes |= {f"{path.name}-" for path in self.temporary.glob("m2flow-*")}
         found: dict[Path, int] = {}
         for path in SHARED.glob("m2flow-*"):
             if path.name.startswith(tuple(self.prefixes)):
                 with suppress(FileNotFoundError):
-                    found[path] = path.stat().st_size
+                    found[path] = 512 * path.stat().st_blocks  # a file is as long as it may get
         return found
 
     def left_behind(self) -> list[str]:
