@@ -90,12 +90,14 @@ def play_share(first_seed: int, wanted: int) -> tuple[Played, str]:
 
     try:
         play()
-    except Broken as broken:
-        case, faults, at = broken.args
-        faults, at = shortest(case, faults, at)
-        error = broken.__cause__
-        said = [*getattr(broken, "__notes__", []), f"{faults}, seed {at}"]
-        return played, "\n".join([*said, f"{type(error).__name__}: {error}"])
+    except Exception as error:  # noqa: BLE001 - whatever breaks is told
+        said = list(getattr(error, "__notes__", []))
+        cause: BaseException | None = error  # of the audit, without a fault
+        if isinstance(error, Broken):
+            faults, at = shortest(*error.args)
+            said.append(f"{faults}, seed {at}")
+            cause = error.__cause__
+        return played, "\n".join([*said, f"{type(cause).__name__}: {cause}"])
     return played, ""
 
 

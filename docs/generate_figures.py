@@ -442,7 +442,7 @@ def chaos() -> Table:
     if others:
         passed = others.count("passed")
         ends = [f"{passed} passed", "", str(len(others) - passed)]
-        rows.append(("as each says: the other slow tests", "", "", *ends))
+        rows.append(("whom a test names: the slow tests without a seed", "", "", *ends))
     header = "who is hit | when | workload | went on by itself | went on with `--resume`"
     return f"{header} | failed", rows
 

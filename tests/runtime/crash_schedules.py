@@ -232,8 +232,7 @@ class CrashSchedule:
     def _may_be_given_up(self, lane: int) -> bool:
         """Whether there was a reason for an elastic run to go on without a lane."""
         world = self.world
-        tries = world.failed_starts[lane]
-        return world.nodes[lane] in world.gone or tries > 0 or self._is_used_up(lane)
+        return world.was_gone(lane) or world.failed_starts[lane] > 0 or self._is_used_up(lane)
 
 
 def shortest(case: Case, faults: Faults, seed: int, tries: int = 50) -> tuple[Faults, int]:

@@ -109,6 +109,7 @@ class World:
         self.failed_starts: Counter[int] = Counter()
         self.without_room = False
         self._struck_before: Counter[int] = Counter()
+        self._begun = 0.0  # the launcher of the moment
         self.events: Counter[str] = Counter()
         self.shared: dict[int, SharedCall] = {}
         self.slow = {lane.id for lane in plan.lanes if dice.random() < faults.slow}
@@ -126,6 +127,7 @@ class World:
         self._ahead.clear()
         self.failed_starts.clear()
         self.without_room, self._struck_before = False, self.struck.copy()
+        self._begun = self.now
 
     def after(self, seconds: float, do: Callable[[], object]) -> None:
         """Have something happen later."""
@@ -200,6 +202,10 @@ class World:
     def is_gone(self, lane: int) -> bool:
         """Whether the machine of a lane is gone."""
         return self.now < self.gone.get(self.nodes[lane], 0.0)
+
+    def was_gone(self, lane: int) -> bool:
+        """Whether the machine of a lane was gone since the launcher of the moment has begun."""
+        return self._begun < self.gone.get(self.nodes[lane], 0.0)
 
     def struck_since(self, lane: int) -> int:
         """How often the launcher of the moment has lost a lane, or seen it not come up."""

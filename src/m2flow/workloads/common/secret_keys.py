@@ -66,12 +66,14 @@ def _secrets(value: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iter
         key = f"{prefix}{name}"
         if isinstance(held, Mapping | list | tuple):
             yield from _secrets(held, f"{key}.")
-        elif held not in (None, "", True, False) and (is_secret(key) or _tells(before, held)):
+        elif held not in (None, "", True, False) and (
+            is_secret(key) or _is_secret_value(held, before)
+        ):
             yield key
         before = None if isinstance(value, Mapping) else held
 
 
-def _tells(before: object, held: object) -> bool:
+def _is_secret_value(held: object, before: object) -> bool:
     """Whether a value is a secret whatever its key is; `before` is the word before it in a list."""
     if not isinstance(held, str):
         return False
