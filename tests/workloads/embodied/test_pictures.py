@@ -70,9 +70,19 @@ def test_every_plan_sees_and_does_the_same(
             else:
                 assert found == wanted, mode
             for name, tensor in weights.items():
-                torch.testing.assert_close(tensor, others[name], atol=1e-4, rtol=1e-4)
+                found_weights = _felt(name, others[name])
+                torch.testing.assert_close(_felt(name, tensor), found_weights, atol=1e-4, rtol=1e-4)
 
 
 def _seen(lines: list[str]) -> list[str]:
     """The lines without what was done."""
     return [line.rpartition(" ")[0] for line in lines]
+
+
+def _felt(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The weights without the biases of attention's keys: they add the same to all scores of a
+    query, so no output feels them, their gradients are rounding, and AdamW makes steps of it."""
+    if not name.endswith("attn.qkv.bias"):
+        return tensor
+    query, _, value = tensor.chunk(3)
+    return torch.cat([query, value])

@@ -172,7 +172,7 @@ def test_a_published_model_is_evaluated_by_a_recipe(tmp_path: Path) -> None:
     assert figures["length"] <= 2
     recipe.write_text(json.dumps(TABLE | {"tiny": {"rollout.horizon": 2}}))
     assert examine(asked)["length"] > 2, "whole episodes, where training's rollouts are none"
-    with pytest.raises(UserError, match="or a published model and --data RECIPE"):
+    with pytest.raises(UserError, match="or a model's folder and --data RECIPE"):
         examine(Examination(tmp_path, None))
 
 
