@@ -7,7 +7,9 @@
    leaves one lane waiting for the other, against two and four that take turns. Once where both
    take about as long, once where the environments take ten times as long. What the planner
    predicts from a profile is told beside what was measured, and was predicted before. Compared
-   are the seconds of the rollout: from the first turn to the end of the last one.
+   are the seconds of the rollout: from the first turn to the end of the last one. The same in this
+   process, where the policy has one core, as it were an accelerator, and acts for one group while
+   the environments of another step in a process, on the core beside.
 3. Seconds that it takes to save the environments of a lane, to end their processes, and to carry
    on in new ones, and the memory that it gives back: of tables, which save their state, and of
    pendulums, whose episodes are replayed.
@@ -21,7 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,9 +42,12 @@ from m2flow.plan import build_plan
 from m2flow.plan.choose.judge import sized
 from m2flow.plan.chunks import cut
 from m2flow.plan.profile import Profile
+from m2flow.plan.profile.evidence import Evidence
+from m2flow.plan.profile.learning import fitted
 from m2flow.plan.simulate import simulate
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.run import Run
 
 COUNTS = (1, 2, 4)
 """Groups of environments."""
@@ -63,7 +68,7 @@ class Grouped:
     """A number of groups on a workload.
 
     Attributes:
-        plan: policy on one lane, environments on the other.
+        plan: policy on one lane, environments on the other, or all on one.
         predicted: seconds of a step.
         steps, rollouts: measured seconds of steps, and of what of them is the loop.
     """
@@ -88,7 +93,7 @@ def main() -> None:
                 if make.__name__ in options.workloads:
                     results[make.__name__] = compared(make(), options)
                     report(make.__name__, results[make.__name__])
-            for make in workloads.GROUPED:
+            for make in (*workloads.GROUPED, *workloads.GROUPED_ON_ONE_LANE):
                 if make.__name__ in options.workloads:
                     groups[make.__name__] = _grouped(make(), options)
                     _report_groups(make.__name__, groups[make.__name__])
@@ -109,7 +114,8 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    known = [make.__name__ for make in (*workloads.WORKLOADS, *workloads.GROUPED)]
+    every = (*workloads.WORKLOADS, *workloads.GROUPED, *workloads.GROUPED_ON_ONE_LANE)
+    known = [make.__name__ for make in every]
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--workloads", default=",".join(known), help="some of them, by name")
     parser.add_argument("--blocks", type=int, help="blocks of each plan a round")
@@ -139,16 +145,29 @@ def in_groups(workload: Workload, count: int) -> Plan:
     return replace(plan, mode="custom", placements=placements, stages=stages)
 
 
+def in_groups_on_one_lane(workload: Workload, count: int) -> Plan:
+    """All in this process, on one thread; groups take turns while a process steps environments."""
+    graph = workload.make_flow().trace()
+    plan = build_plan("eager", graph, LANES[:1], workload.items)
+    waiting = {n.name: cut(n, workload.items, count) for n in graph.nodes if n.waits}
+    return replace(plan, stages=waiting)
+
+
 def _grouped(workload: Workload, options: argparse.Namespace) -> dict[str, Grouped]:
     from m2flow.runtime.profiling import profile_flow
 
+    alone = workload.name in [make.__name__ for make in workloads.GROUPED_ON_ONE_LANE]
+    plan = in_groups_on_one_lane if alone else in_groups
     names = {f"{count} group{'s' * (count > 1)}": count for count in COUNTS}
-    found = {name: Grouped(in_groups(workload, count)) for name, count in names.items()}
+    found = {name: Grouped(plan(workload, count)) for name, count in names.items()}
     found[TWIN] = Grouped(found["1 group"].plan)
-    with closing(LanePool(LANES)) as pool:
-        batches = [workload.batch(PROFILED + step) for step in range(4)]
-        budget = 30.0 if options.quick else 90.0
-        profile = profile_flow(workload.make_flow, batches, lanes=pool, budget_seconds=budget)
+    with nullcontext() if alone else closing(LanePool(LANES)) as pool:
+        if pool is None:
+            profile = _profiled_here(workload)
+        else:
+            batches = [workload.batch(PROFILED + step) for step in range(4)]
+            budget = 30.0 if options.quick else 90.0
+            profile = profile_flow(workload.make_flow, batches, lanes=pool, budget_seconds=budget)
         for one in found.values():
             one.predicted = _predicted(workload, one.plan, profile)
         for block in range(options.blocks or (1 if options.quick else 6)):
@@ -163,11 +182,29 @@ def _predicted(workload: Workload, plan: Plan, profile: Profile) -> float:
     return float(simulate(graph, plan, profile, workload.items, steps=SIMULATED).seconds)
 
 
-def _measure(workload: Workload, one: Grouped, pool: LanePool, first: int) -> None:
+def _profiled_here(workload: Workload) -> Profile:
+    """What steps in this process teach, with calls that take all of the rollouts, and parts."""
+    graph = workload.make_flow().trace()
+    evidence = Evidence(graph)
+    for count in COUNTS:
+        stages = {n.name: cut(n, workload.items, count) for n in graph.nodes if n.loop is not None}
+        plan = replace(in_groups_on_one_lane(workload, 1), stages=stages)
+        with _started(workload, plan, None) as run:
+            results = list(run.steps(workload.batch(PROFILED + step) for step in range(STEPS)))
+            evidence.add(run.plan, results, warm=False)
+    return fitted(evidence)
+
+
+def _started(workload: Workload, plan: Plan, pool: LanePool | None) -> AbstractContextManager[Run]:
+    """A run with fresh workers; without a pool in this process, on one thread."""
+    flow, where = workload.make_flow(), {"num_threads": 1} if pool is None else {"lanes": pool}
+    return launch(flow, items_per_step=workload.items, plan=plan, **where)
+
+
+def _measure(workload: Workload, one: Grouped, pool: LanePool | None, first: int) -> None:
     """A block of steps with fresh workers."""
     batches = (workload.batch(first + step) for step in range(STEPS + 1))
-    flow = workload.make_flow()
-    with launch(flow, items_per_step=workload.items, plan=one.plan, lanes=pool) as run:
+    with _started(workload, one.plan, pool) as run:
         start = time.perf_counter()
         for number, result in enumerate(run.steps(batches)):
             now = time.perf_counter()
@@ -234,7 +271,7 @@ def _group_targets(groups: Mapping[str, Mapping[str, Grouped]]) -> list[Target]:
     for name, some in groups.items():
         one, two = some["1 group"], some["2 groups"]
         gain = statistics.median(one.rollouts) / statistics.median(two.rollouts)
-        if name == workloads.balanced.__name__:
+        if name.startswith(workloads.balanced.__name__):
             what = f"{name}: a rollout of one group over one of two"
             found.append(Target(what, gain, 1 + max(0.1, _floor(some))))
         else:

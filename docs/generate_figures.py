@@ -47,6 +47,8 @@ IN_TURNS = {
     "slow": "a slow simulator",
     "balanced": "environments as slow as the policy",
     "one_sided": "environments ten times as slow",
+    "balanced_on_one_lane": "the first on one lane, environments in a process",
+    "one_sided_on_one_lane": "the second on one lane, environments in a process",
 }
 
 Table = tuple[str, list[Sequence[str]]]

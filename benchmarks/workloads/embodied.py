@@ -6,7 +6,9 @@
   * `one_sided`: the same policy, and environments that compute ten times as long.
 
 The last two are for the question of groups: where policy and environments stand on lanes of their
-own, one lane works while the other waits, unless two groups of environments take turns.
+own, one lane works while the other waits, unless two groups of environments take turns. So are
+`balanced_on_one_lane` and `one_sided_on_one_lane`, the same with the environments in a process of
+the policy's lane.
 """
 
 from __future__ import annotations
@@ -63,10 +65,20 @@ def one_sided() -> Workload:
     return _grouped("one_sided", 12)
 
 
-def _grouped(name: str, rounds: int) -> Workload:
+def balanced_on_one_lane() -> Workload:
+    """`balanced` with the environments in a process."""
+    return _grouped("balanced_on_one_lane", 1, processes=1)
+
+
+def one_sided_on_one_lane() -> Workload:
+    """`one_sided` with the environments in a process."""
+    return _grouped("one_sided_on_one_lane", 12, processes=1)
+
+
+def _grouped(name: str, rounds: int, **environment: object) -> Workload:
     return _workload(
         name,
-        environment=_labour(rounds),
+        environment=_labour(rounds) | environment,
         policy={"hidden": (1024, 1024)},
         rollouts_per_step=32,
         rollout={"horizon": 32},
@@ -75,3 +87,4 @@ def _grouped(name: str, rounds: int) -> Workload:
 
 WORKLOADS = (fast, slow)
 GROUPED = (balanced, one_sided)
+GROUPED_ON_ONE_LANE = (balanced_on_one_lane, one_sided_on_one_lane)

@@ -60,6 +60,10 @@ class Model(Worker):
     @stage(sticky=True)
     def act(self, b: Any) -> Any: ...
 
+    @stage(waits=True)
+    def pause(self, b: Any) -> Any:
+        yield
+
     @stage(accumulates=True)
     def log(self, b: Any) -> Any: ...
 

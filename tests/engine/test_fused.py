@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counted
+from collections.abc import Generator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -27,6 +29,7 @@ from m2flow.engine.messages import (
     StepSubmitted,
     Tick,
 )
+from m2flow.engine.spans import ids_of
 from m2flow.errors import FlowError, UserError
 from m2flow.flow import SOURCE, FlowGraph
 from m2flow.runtime.lane.host import LaneHost
@@ -80,6 +83,24 @@ def test_a_fused_call_holds_its_items_until_they_leave() -> None:
     while engine.calls:
         commands += finish(engine, next(iter(engine.calls.values())).command)
     assert only(CompleteStep, commands).step == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "waiting", "group"), [(None, None, None), (4, None, 4), (None, 2, 2), (1, 2, 1)]
+)
+def test_a_fused_call_is_told_into_which_groups_its_items_are_dealt(
+    first: int | None, waiting: int | None, group: int | None
+) -> None:
+    graph = graph_of(lambda a, b, x: loop(a.score, b.pause)(x), "a", "b")
+    stages = {"a.score": StagePlan(chunk=first), "b.pause": StagePlan(chunk=waiting)}
+    engine = Engine(graph, plan_of({"a": [0], "b": [0]}, stages=stages))
+    command = only(RunCall, engine.handle(StepSubmitted(0, 4)))
+    assert (command.group, items_of(command)) == (group, tuple(range(first or 4)))
+
+
+def test_where_no_stage_waits_there_are_no_groups() -> None:
+    plan = plan_of({"a": [0], "b": [0], "c": [0]}, stages={"b.act": StagePlan(chunk=1)})
+    assert only(RunCall, Engine(LOOP, plan).handle(StepSubmitted(0, 4))).group is None
 
 
 def test_all_members_of_a_fused_loop_are_resident() -> None:
@@ -167,6 +188,79 @@ def test_fused_or_not_the_result_is_the_same(fuse: bool, max_turns: int | None) 
         sum(n > turn for n in turns) for turn in range(max(turns))
     ]
     assert all(earlier.end <= later.start for earlier, later in pairwise(spans))
+
+
+class Asked(Worker):
+    """Counts down elsewhere, for a third turn here: it has nothing to ask."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    @stage
+    def look(self, batch: Batch) -> Batch:
+        self.said.append(f"look {batch.ids}")
+        return batch
+
+    @stage(waits=True)
+    def ask(self, batch: Batch) -> Generator[None, None, Batch]:
+        if "mind" in batch:
+            raise UserError("is taken")
+        self.said.append(f"ask {batch.ids}")
+        if min(batch["x"]) > 1:
+            yield
+        self.said.append(f"told {batch.ids}")
+        left = [x - 1 for x in batch["x"]]
+        return batch.with_columns(x=left, done=[x <= 0 for x in left])
+
+
+class Asking(Flow):
+    asked: Asked
+
+    def step(self, items: Stream) -> Stream:
+        return loop(self.asked.look, self.asked.ask)(items)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("chunk", [None, 2, 1])
+def test_a_stage_that_waits_gives_the_same_in_any_groups(fuse: bool, chunk: int | None) -> None:
+    flow = Asking(asked=Asked())
+    result = run(flow, fuse_loops=fuse, stages={"asked.ask": StagePlan(chunk=chunk)})
+    assert result.output["x"] == [0] * 4
+    spans = [span for span in result.spans if span.name == "asked.ask"]
+    turns = Counted(item for span in spans for item in ids_of(str(span.args["ids"])))
+    assert turns == {0: 3, 1: 1, 2: 5, 3: 2}
+
+
+def test_groups_take_turns_while_a_stage_waits() -> None:
+    flow = Asking(asked=Asked())
+    host = LaneHost(0, {"step": flow.trace()}, {"asked": flow.asked})
+    host.store.put("step", 0, SOURCE, Batch({"x": [2, 3, 2, 2]}))
+    parts = ((Part(SOURCE, (0, 1, 2, 3), LAUNCHER),),)
+    call = RunCall(1, 0, 0, (0,), (parts,), fused=True, group=2)
+    pieces = list(host.call("step", call))
+    a, b = "(0, 2)", "(1, 3)"
+    assert flow.asked.said == [
+        f"look {a}", f"ask {a}", f"look {b}", f"ask {b}",
+        f"told {a}", f"look {a}", f"ask {a}", f"told {a}",  # which has nothing to wait for
+        f"told {b}", f"look {b}", f"ask {b}", f"told {b}", "look (1,)", "ask (1,)", "told (1,)",
+    ]  # fmt: skip
+    gone = [piece.items for piece in pieces if piece is not None]
+    assert gone == [(0, 2), (3,), (1,)]
+    report = host.finished("step", call, 0.0)
+    asked = [span.args for span in report.spans if span.name == "asked.ask"]
+    assert [args["groups"] for args in asked] == [2] * 5
+    assert all(args["busy"] >= 0 for args in asked)
+
+
+def test_what_is_wrong_in_a_stage_that_waits_is_said_of_it() -> None:
+    plan = Plan("eager", (LaneSpec(0),), {"asked": Placement(((0,),))})
+    flow, taken = Asking(asked=Asked()), pytest.raises(UserError, match=r"asked\.ask: is taken")
+    with m2flow.launch(flow, items_per_step=1, plan=plan) as started, taken:
+        started.step(Batch({"x": [1], "mind": [0]}))
+
+
+def test_called_with_a_batch_a_stage_that_waits_is_waited_for() -> None:
+    assert Asked().ask(Batch({"x": [3]}))["x"] == [2]
 
 
 def test_a_long_loop_stops_between_turns_and_gives_signs_of_life() -> None:

@@ -78,6 +78,42 @@ def test_processes_give_the_same_episodes_as_one(walk, num_envs, num_processes):
         there.close()
 
 
+def test_steps_of_different_environments_go_on_beside_each_other(walk):
+    """Begun before the first is ended; both are in both processes, with other work between."""
+    serial = SerialEnvironments(lambda: walk(limit=7), 4)
+    there = hosted(limit=7)
+    groups = [0, 2], [1, 3]
+    try:
+        same(there.reset(None, range(4)), serial.reset(None, range(4)))
+        for turn in range(6):
+            chunks = [actions(2, 3, turn), actions(2, 3, 10 + turn)]
+            ends = [there.begin_step(chunk, ids) for chunk, ids in zip(chunks, groups, strict=True)]
+            for ids, chunk, end in zip(groups, chunks, ends, strict=True):
+                left, right = end(), serial.step(chunk, ids)
+                same(left.observation, right.observation)
+                for name in ("reward", "terminated", "truncated", "success", "steps", "failed"):
+                    assert torch.equal(getattr(left, name), getattr(right, name)), name
+                over = [ids[row] for row in left.done.nonzero()[:, 0].tolist()]
+                if over:  # of the first group, while the second one steps
+                    same(there.reset(over, over), serial.reset(over, over))
+    finally:
+        there.close()
+
+
+def test_a_step_that_nobody_ends_is_in_nobodys_way(walk):
+    serial, there = SerialEnvironments(walk, 4), hosted()
+    try:
+        for vector in (there, serial):
+            vector.reset(None, range(4))
+        there.begin_step(actions(2), [0, 1])
+        serial.step(actions(2), [0, 1])
+        left, right = (vector.step(actions(4, seed=1)) for vector in (there, serial))
+        same(left.observation, right.observation)
+        there.begin_step(actions(4))
+    finally:
+        there.close()
+
+
 def test_episodes_move_between_processes_and_one(walk):
     there, here = hosted(), SerialEnvironments(walk, 4)
     try:
@@ -132,6 +168,22 @@ def test_a_killed_process_costs_its_episodes_and_no_other(tmp_path, ended_by):
         vector.reset([0, 1], [4, 5])
         assert not vector.step(actions(4)).failed.any()
         assert vector.failures == Counter(killed=2)
+    finally:
+        vector.close()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_process_that_is_killed_costs_all_steps_that_were_begun_there(tmp_path, first):
+    vector, groups = faulty(tmp_path), ([0, 2], [1, 3])
+    try:
+        os.kill(vector.pids[0], signal.SIGSTOP)
+        ends = [vector.begin_step(actions(2), ids) for ids in groups]
+        os.kill(vector.pids[0], signal.SIGKILL)
+        for end in (ends[first], ends[1 - first]):
+            assert end().failed.tolist() == [True, False]
+        assert vector.failures == Counter(killed=2)
+        vector.reset([0, 1], [4, 5])
+        assert not vector.step(actions(4)).failed.any()
     finally:
         vector.close()
 

@@ -484,6 +484,9 @@ def nothing(b: Batch) -> Batch:
         ({"minibatches": 2}, "minibatches is declared, but the stage does not accumulate"),
         ({"sticky": True, "unit": "group"}, "a sticky stage works on single items"),
         ({"sticky": True, "unit": "step"}, "a sticky stage works on single items"),
+        ({"waits": True, "streaming": True}, "a stage that waits can neither stream"),
+        ({"waits": True, "accumulates": True}, "a stage that waits can neither stream"),
+        ({"waits": True}, "waits, but is not a generator function"),
     ],
 )
 def test_declarations_that_contradict_each_other(declaration: dict[str, Any], reason: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from m2flow.engine import LaneSpec, Placement, Plan, StagePlan
 from m2flow.flow import FlowGraph, StageNode, loop
@@ -86,6 +88,63 @@ def test_a_fused_loop_takes_turns_and_hands_on_what_leaves() -> None:
     assert timing.worked_on.count((0, 0)) == 3
     assert timing.worked_on.count((1, 0)) == 2
     assert timing.worked_on.count((1, 2)) == 1
+
+
+class HalfElsewhere(Even):
+    """Of each call of the second stage 6 seconds in 10 pass elsewhere."""
+
+    def elsewhere(self, node: StageNode, lane: int) -> float:
+        return 0.6 * node.index
+
+    def leaves(self, node: StageNode, step: int, item: int) -> bool:
+        self.seen[item] = self.seen.get(item, 0) + 1
+        return self.seen[item] == 4
+
+
+def test_groups_of_a_fused_loop_take_turns_where_a_stage_waits() -> None:
+    graph = graph_of(lambda a, b, x: loop(a.score, b.pause)(x), "a", "b")
+    plan = Plan("custom", (LaneSpec(0),), {worker: Placement(((0,),)) for worker in "ab"})
+
+    def spans(chunk: int | None) -> list[tuple[str, float, float, object]]:
+        cut = replace(plan, stages={"b.pause": StagePlan(chunk=chunk)})
+        run = Simulation(graph, cut, HalfElsewhere(), detailed=True).run(2, 1)
+        assert run.step_ends[0] == max(span.end for span in run.spans)
+        return [(span.name, span.start, span.end, span.args["ids"]) for span in run.spans]
+
+    assert [end for _, _, end, _ in spans(None)] == [10, 20, 30, 40]
+    assert spans(2) == spans(None)
+    assert spans(1) == [
+        ("a.score", 0, 10, "0"),  # is elsewhere until 16
+        ("a.score", 10, 20, "1"),  # until 26
+        ("b.pause", 10, 24, "0"),
+        ("a.score", 24, 34, "0"),  # until 40
+        ("b.pause", 20, 38, "1"),
+        ("a.score", 38, 48, "1"),  # until 54
+        ("b.pause", 34, 52, "0"),
+        ("b.pause", 48, 58, "1"),
+    ]
+
+
+def test_what_goes_on_elsewhere_takes_groups_together_as_long_as_all_of_their_items() -> None:
+    graph = graph_of(lambda a, b, x: loop(a.score, b.pause)(x), "a", "b")
+    spots = {worker: Placement(((0,),)) for worker in "ab"}
+    plan = Plan("custom", (LaneSpec(0),), spots, {"b.pause": StagePlan(chunk=1)})
+
+    class MostlyElsewhere(HalfElsewhere):
+        def call(self, node: StageNode, *others: Any) -> float:
+            return 20.0 * len(others[-1][0]) if node.index else 1.0
+
+    run = Simulation(graph, plan, MostlyElsewhere(), detailed=True).run(2, 1)
+    assert [(span.name, span.start, span.end) for span in run.spans] == [
+        ("a.score", 0, 1),  # elsewhere until 13
+        ("a.score", 1, 2),  # elsewhere from 13 to 25
+        ("b.pause", 1, 21),
+        ("a.score", 21, 22),  # elsewhere from 25 to 37
+        ("b.pause", 2, 33),
+        ("a.score", 33, 34),  # elsewhere from 37 to 49
+        ("b.pause", 22, 45),
+        ("b.pause", 34, 57),
+    ]
 
 
 def test_a_fused_loop_may_go_on_for_longer_than_the_deadline_of_a_call() -> None:

@@ -202,6 +202,8 @@ class RunCall:
         fused: the stage is the first member of a loop whose members all stand on this lane: run
             the whole loop there, until each of the items has left it. What leaves it counts as
             made by this first member.
+        group: in a fused loop with a stage that waits, so many items go around together, and the
+            groups take turns on the lane; None for all.
         without: for a streaming stage, the outputs in the step that are recalled while others of
             their unit are not: the call need not make them, and hands none of them on.
     """
@@ -212,6 +214,7 @@ class RunCall:
     lanes: tuple[int, ...]
     inputs: tuple[Inputs, ...]
     fused: bool = False
+    group: int | None = None
     without: tuple[int, ...] = ()
 
 

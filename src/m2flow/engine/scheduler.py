@@ -160,10 +160,11 @@ class Scheduler:
             state.inputs(node, ledger, share, lane)
             for lane, share in zip(gang, shares, strict=True)
         )
-        fused = node.loop in engine.fused
+        fused, group = node.loop in engine.fused, engine.groups.get(node.index)
         without = state.recalled.get(node.index, ()) if node.streaming else ()
         call = self._start(
-            RunCall(engine.new_call(), node.index, state.step, gang, inputs, fused, without), state
+            RunCall(engine.new_call(), node.index, state.step, gang, inputs, fused, group, without),
+            state,
         )
         call.units = units
         if node.streaming or node.loop is not None:

@@ -7,7 +7,7 @@ not woken is not looked at, so that the work is linear in what happens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from m2flow.engine.admission import Admission
 from m2flow.engine.calls import Call
@@ -29,6 +29,8 @@ class EngineState:
 
     Attributes:
         fused: numbers of the loops that run fused.
+        groups: of those with a stage that waits, where the plan deals their items into groups, the
+            first member and the items of a group.
         steps: the steps in flight, oldest first.
         calls: the calls in progress by number, silent longest first.
         out: the commands of the event at hand, in order.
@@ -58,6 +60,7 @@ class EngineState:
     ) -> None:
         self.graph, self.plan, self.heals = graph, plan, heals
         self.fused = fused_loops(graph, plan)
+        self.groups = dict(_group_sizes(graph, plan, self.fused))
         self.steps: dict[int, StepState] = {}
         self.calls: dict[int, Call] = {}
         self.out: list[Command] = []
@@ -205,6 +208,15 @@ class EngineState:
         some = tuple(item for item in items if not there.is_at(producer, item, lane))
         if some:
             self._let_go(state, producer, some, (lane,))
+
+
+def _group_sizes(graph: FlowGraph, plan: Plan, fused: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """The first members of fused loops with a stage that waits, and the items of a group there."""
+    for loop in fused:
+        members = [graph.nodes[index] for index in graph.loops[loop].members]
+        chunks = [plan.stages.get(node.name, StagePlan()).chunk for node in members]
+        if any(node.waits for node in members) and any(chunks):
+            yield members[0].index, min(filter(None, chunks))
 
 
 def _members_of_call(

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,23 @@ from m2flow.environments.slots import RESET_ATTEMPTS, Episode, Failure, Steps, s
 from m2flow.errors import RunFailed, UserError
 
 START_ATTEMPTS = 3
+
+
+@dataclass(eq=False, slots=True)
+class _Sent:
+    """Commands that processes were sent together.
+
+    Attributes:
+        pids: by number of the process.
+        seconds: how long a process may go without moving on.
+        results: of the processes that have answered.
+        raised: what one of them refused.
+    """
+
+    pids: Mapping[int, int]
+    seconds: float
+    results: dict[int, Any] = field(default_factory=dict)
+    raised: Exception | None = None
 
 
 class ProcessEnvironments(VectorEnvironment):
@@ -72,6 +89,7 @@ class ProcessEnvironments(VectorEnvironment):
             self._processes.append(SimulatorProcess(number, ids, source, self._descriptor))
         self._process_of = [process for process in self._processes for _ in process.ids]
         self._running: set[int] = set()
+        self._unanswered: list[_Sent] = []
         self._worn: set[int] = set()  # processes in which a reset failed
         self._lost: list[Failure] = []  # found out since the last report
         self._instructions = [""] * num_envs
@@ -172,25 +190,35 @@ class ProcessEnvironments(VectorEnvironment):
         return self._report()
 
     def _step(self, ids: Sequence[int], action_BKA: Any) -> tuple[Steps, Sequence[Failure]]:
+        return self._begin_step(ids, action_BKA)()
+
+    def _begin_step(
+        self, ids: Sequence[int], action_BKA: Any
+    ) -> Callable[[], tuple[Steps, Sequence[Failure]]]:
         row_of = {index: row for row, index in enumerate(ids)}
         dealt = self._dealt(ids)
         commands = {}
         for process, mine in dealt:
             rows = [row_of[index] for index in mine]
             commands[process.number] = ("step", _slots(process, mine), action_BKA[rows])
-        results = self._call(commands, self._deadlines.step)
-        whole = Steps.nothing(*action_BKA.shape[:2])
-        for process, mine in dealt:
-            rows = [row_of[index] for index in mine]
-            part = results.get(process.number)
-            if part is None:
-                whole.failed[rows] = True
-                continue
-            for column, values in zip(whole, part, strict=True):
-                column[rows] = values
-        over = whole.terminated | whole.truncated | whole.failed
-        self._running -= {ids[row] for row in np.flatnonzero(over).tolist()}
-        return whole, self._report()
+        sent = self._send(commands, self._deadlines.step)
+
+        def end() -> tuple[Steps, Sequence[Failure]]:
+            results = self._answers(sent)
+            whole = Steps.nothing(*action_BKA.shape[:2])
+            for process, mine in dealt:
+                rows = [row_of[index] for index in mine]
+                part = results.get(process.number)
+                if part is None:
+                    whole.failed[rows] = True
+                    continue
+                for column, values in zip(whole, part, strict=True):
+                    column[rows] = values
+            over = whole.terminated | whole.truncated | whole.failed
+            self._running -= {ids[row] for row in np.flatnonzero(over).tolist()}
+            return whole, self._report()
+
+        return end
 
     def _observe(self, ids: Sequence[int]) -> Observations:
         assert self._memory is not None, "settled"
@@ -206,27 +234,45 @@ class ProcessEnvironments(VectorEnvironment):
 
     def _call(self, commands: Mapping[int, tuple[Any, ...]], seconds: float) -> dict[int, Any]:
         """What the processes answer; nothing of those that are starting or are lost over it."""
+        while self._unanswered:
+            self._receive(self._unanswered.pop(0))
+        return self._answers(self._send(commands, seconds))
+
+    def _send(self, commands: Mapping[int, tuple[Any, ...]], seconds: float) -> _Sent:
+        """Send commands to the processes that are ready. A process answers them in order."""
         called = [self._processes[number] for number in commands if self._processes[number].ready]
         for process in called:
             process.send(commands[process.number], seconds)
-        results: dict[int, Any] = {}
-        raised: Exception | None = None
-        for number, reply in await_replies(called, seconds, self._progress).items():
+        sent = _Sent({process.number: process.pid for process in called}, seconds)
+        self._unanswered.append(sent)
+        return sent
+
+    def _answers(self, sent: _Sent) -> dict[int, Any]:
+        """What the processes answer to commands, after what was sent before these."""
+        while sent in self._unanswered:
+            self._receive(self._unanswered.pop(0))
+        if sent.raised is not None:
+            raise sent.raised
+        return sent.results
+
+    def _receive(self, sent: _Sent) -> None:
+        """Take the next answers; none comes of processes that were replaced meanwhile."""
+        called = [
+            self._processes[n] for n, pid in sent.pids.items() if self._processes[n].pid == pid
+        ]
+        for number, reply in await_replies(called, sent.seconds, self._progress).items():
             process = self._processes[number]
             if isinstance(reply, Lost):
                 self._replace(process, reply)
             elif reply[0] == "error":
-                raised = reply[1]
+                sent.raised = reply[1]
             else:
-                _, results[number], failures, instructions = reply
+                _, sent.results[number], failures, instructions = reply
                 first = process.ids.start
                 self._lost += [failure._replace(slot=first + failure.slot) for failure in failures]
                 self._running -= {first + failure.slot for failure in failures}
                 self._worn |= {number for failure in failures if failure.cause == "reset"}
                 self._instructions[first : process.ids.stop] = instructions
-        if raised is not None:
-            raise raised
-        return results
 
     def _progress(self, number: int) -> int:
         return 0 if self._memory is None else int(self._memory.progress[number])

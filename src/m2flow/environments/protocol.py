@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -137,12 +137,31 @@ class VectorEnvironment(ABC):
             ValueError: an episode is over, and was not reset.
             RunFailed: an environment failed too often in succession.
         """
+        return self.begin_step(actions, ids)()
+
+    def begin_step(
+        self, actions: Tensor, ids: Sequence[int] | None = None
+    ) -> Callable[[], StepOutcome]:
+        """Begin a step that goes on beside the caller where simulators have their own processes.
+
+        Args and errors are those of `step`. Steps of different environments may be begun before
+        the first is ended; whatever else is called waits for all that are begun.
+
+        Returns:
+            what ends the step: to be called once, and gives the outcome.
+        """
         chosen = self._chosen(ids)
         action_BKA = actions.detach().to("cpu", torch.float32).numpy()
         if len(action_BKA) != len(chosen):
             raise ValueError(f"{len(chosen)} environments, and actions for {len(action_BKA)}")
         self.spec.action.check(action_BKA, whole=not actions.is_floating_point())
-        result, failures = self._step(chosen, self.spec.action.within(action_BKA))
+        end = self._begin_step(chosen, self.spec.action.within(action_BKA))
+        return lambda: self._outcome(chosen, *end())
+
+    def _outcome(
+        self, chosen: list[int], result: Steps, failures: Sequence[Failure]
+    ) -> StepOutcome:
+        """What environments answer to a step."""
         for row in np.flatnonzero(~result.failed):
             self._has_stepped[chosen[row]] = True
         self._note(failures)
@@ -186,6 +205,12 @@ class VectorEnvironment(ABC):
     @abstractmethod
     def _step(self, ids: Sequence[int], action_BKA: Any) -> tuple[Steps, Sequence[Failure]]:
         """Carry out the actions; what they did, and the episodes that were given up."""
+
+    def _begin_step(
+        self, ids: Sequence[int], action_BKA: Any
+    ) -> Callable[[], tuple[Steps, Sequence[Failure]]]:
+        """Begin to carry out the actions; what ends that, and says what `_step` says."""
+        return lambda: self._step(ids, action_BKA)
 
     @abstractmethod
     def _observe(self, ids: Sequence[int]) -> Observations:

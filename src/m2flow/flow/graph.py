@@ -32,6 +32,7 @@ class StageNode:
         fanout: items it receives for each source item.
         group_size: items that descend from one item of the nearest expanding stage upstream.
         loop: index in `FlowGraph.loops`, or None.
+        waits: whether its lane may do other work while a call goes on.
         options: keyword arguments of the call, constant over the run.
         length: the input column that says how long an item takes, or None.
     """
@@ -53,6 +54,7 @@ class StageNode:
     loop: int | None
     options: Mapping[str, Any]
     length: str | None = None
+    waits: bool = False
 
     @property
     def is_function(self) -> bool:
@@ -146,7 +148,9 @@ class FlowGraph:
             )
             traits = [f"unit={node.unit}"] if node.unit != "item" else []
             traits += [
-                name for name in ("streaming", "accumulates", "sticky") if getattr(node, name)
+                name
+                for name in ("streaming", "accumulates", "sticky", "waits")
+                if getattr(node, name)
             ]
             traits += [f"expands={node.expands}"] if node.expands > 1 else []
             traits += [f"minibatches={node.minibatches}"] if node.minibatches > 1 else []
@@ -231,6 +235,12 @@ def _node(
             key=name,
             hint="make it a method of a Worker",
         )
+    if spec.waits and owner is None:
+        raise FlowError(
+            "waits for something of its own, and a function has nothing",
+            key=name,
+            hint="make it a method of a Worker",
+        )
     if owner is None and name in trace.worker_names.values():
         raise FlowError("is a function with the name of a worker", key=name, hint="rename one")
     expands = call.stage.resolve(spec.expands, call.options, "expands")
@@ -252,6 +262,7 @@ def _node(
         loop=call.loop,
         options=dict(call.options),
         length=spec.length,
+        waits=spec.waits,
     )
     # Declared, not counted: what makes sense with n items of one makes sense with one.
     return node, (*chain, expands) if spec.expands != 1 else chain

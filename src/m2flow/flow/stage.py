@@ -7,6 +7,7 @@ Stream, inside `Flow.step`, it adds itself to the graph that is being traced.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args, overload
@@ -33,6 +34,8 @@ class StageSpec:
             they may be run beside each other.
         minibatches: how many mini-batches a step is cut into by item index (accumulating stages
             only); a number, or a name as for `expands`.
+        waits: works elsewhere for a while, such as in processes of its own; the lane may do other
+            work meanwhile.
         length: a column of the input that says how long an item is expected to take, in any
             measure (a ragged column counts by the lengths of its rows); whose items wait are then
             taken longest first. None where nothing is known.
@@ -45,6 +48,7 @@ class StageSpec:
     expands: int | str = 1
     sticky: bool = False
     minibatches: int | str = 1
+    waits: bool = False
     length: str | None = None
 
 
@@ -77,7 +81,7 @@ class Stage:
     def __call__(self, *args: Any, **options: Any) -> Any:
         if _traced(args, options):
             return record_call(BoundStage(self, None), args, options)
-        return self.function(*args, **options)
+        return _result(self.spec, self.function(*args, **options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,10 @@ class BoundStage:
     def __call__(self, *args: Any, **options: Any) -> Any:
         if _traced(args, options):
             return record_call(self, args, options)
+        return _result(self.spec, self.begin(*args, **options))
+
+    def begin(self, *args: Any, **options: Any) -> Any:
+        """What the Worker's own method returns: of a stage that waits, its generator."""
         return self.stage.function(self.owner, *args, **options)
 
     def resolve(self, declared: int | str, options: dict[str, Any], what: str) -> int:
@@ -111,6 +119,16 @@ class BoundStage:
         return value
 
 
+def _result(spec: StageSpec, returned: Any) -> Any:
+    """What a stage gives: one that waits is waited for."""
+    while spec.waits:
+        try:
+            next(returned)
+        except StopIteration as end:
+            return end.value
+    return returned
+
+
 def _traced(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     return any(isinstance(value, Stream) for value in (*args, *options.values()))
 
@@ -124,6 +142,7 @@ class Declarations(TypedDict, total=False):
     expands: int | str
     sticky: bool
     minibatches: int | str
+    waits: bool
     length: str | None
 
 
@@ -147,6 +166,9 @@ def stage(
     arrived meanwhile. It returns when it has nothing left to do. If it takes a keyword argument
     `without`, it is told the ids of outputs that it need not make, because they are there already.
 
+    A stage that `waits` is a generator function that returns its Batch, and yields None when it has
+    begun what goes on elsewhere. Other calls of it may be begun then; they go on in that order.
+
     Raises:
         FlowError: the declarations contradict each other.
     """
@@ -154,6 +176,8 @@ def stage(
     def declare(function: Callable[..., Any]) -> Stage:
         spec = StageSpec(function.__name__, **declared)
         _check(spec)
+        if spec.waits and not inspect.isgeneratorfunction(function):
+            raise FlowError("waits, but is not a generator function", key=spec.name)
         return Stage(function, spec)
 
     return declare if function is None else declare(function)
@@ -167,6 +191,8 @@ def _check(spec: StageSpec) -> None:
         refuse(f"unit {spec.unit!r} is not one of {', '.join(get_args(Unit))}")
     if spec.streaming and spec.unit != "item":
         refuse("a streaming stage works on single items, so its unit must be 'item'")
+    if spec.waits and (spec.streaming or spec.accumulates):
+        refuse("a stage that waits can neither stream its items on nor fold them into state")
     if spec.streaming and spec.accumulates:
         refuse("a stage cannot both stream its items on and fold them into state")
     if spec.sticky and spec.unit != "item":

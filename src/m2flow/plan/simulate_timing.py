@@ -149,6 +149,9 @@ class ProfileTiming(Timing):
         above = sum(self._deviation(node, step, item) for item in items) / len(items)
         return seconds * max(LEAST_WEIGHT, 1.0 + cost.spread * above)
 
+    def elsewhere(self, node: StageNode, lane: int) -> float:
+        return self._costs[node.index][lane].elsewhere
+
     def _deviation(self, node: StageNode, step: int, item: int) -> float:
         """By how many standard deviations an input item takes more than the mean item.
 

@@ -6,7 +6,8 @@ brought to the reading one before its call, as real lanes do it. Tests and the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -46,6 +47,21 @@ class _Next:
 
     stream: VirtualStream
     ticket: int
+
+
+@dataclass(slots=True)
+class _LoopClock:
+    """How far a lane has come in a loop.
+
+    Attributes:
+        now: second that it has come to.
+        ready: when what goes on elsewhere will have ended for the group that began there last.
+        items: that group.
+    """
+
+    now: float
+    ready: float = 0.0
+    items: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -208,34 +224,71 @@ class Simulation:
     def _run_loop(
         self, command: RunCall, first: StageNode, items: list[int], lane: int, now: float
     ) -> None:
-        """Go around a loop on one lane: each member's call costs what it costs outside of it."""
+        """Go around a loop on one lane: each member's call costs what it costs outside of it.
+
+        Groups take turns where a stage waits. What goes on elsewhere takes as long for several of
+        them together as the stage takes for all of their items.
+        """
+        clock, pieces = _LoopClock(now), {now: list[ItemsProduced]()}
+        count = -(-len(items) // (command.group or len(items) or 1))
+        groups = deque(
+            self._send_around(command, first, items[n::count], lane, clock, pieces)
+            for n in range(count)
+        )
+        while groups:
+            if next(groups[0], "left") == "left":
+                groups.popleft()
+            else:
+                groups.rotate(-1)
+        last = pieces.pop(clock.now)
+        for when, some in pieces.items():
+            self._report_at(when, lane, *some)
+        self._report_at(clock.now, lane, *last, CallFinished(command.call, lane))
+
+    def _send_around(
+        self,
+        command: RunCall,
+        first: StageNode,
+        items: list[int],
+        lane: int,
+        clock: _LoopClock,
+        pieces: dict[float, list[ItemsProduced]],
+    ) -> Iterator[None]:
+        """One group's way around a loop; None where another may have its turn."""
         assert first.loop is not None
         spec = self.graph.loops[first.loop]
-        pieces: dict[float, list[ItemsProduced]] = {now: []}
         turn, step = 0, command.step
         while items:
             turn += 1
             for index in spec.members:
                 node = self.graph.nodes[index]
+                begun = clock.now
                 seconds = self._timing.call(node, step, (lane,), (items,))
+                share = self._timing.elsewhere(node, lane)
+                if share:
+                    ready = begun + share * seconds
+                    if clock.ready > begun:  # it still is at work for another group
+                        both = self._timing.call(node, step, (lane,), ((*clock.items, *items),))
+                        more = both - self._timing.call(node, step, (lane,), (clock.items,))
+                        ready = max(ready, clock.ready + share * more)
+                    clock.ready, clock.items = ready, tuple(items)
+                    yield
+                    clock.now = max(clock.now, ready)
+                    seconds += clock.now - begun - share * seconds
                 facts = self._facts(step, items)
-                now = self._lanes.spend(lane, node, "call", now, seconds, facts)
+                clock.now = self._lanes.spend(lane, node, "call", begun, seconds, facts)
                 gone = [i for i in items if self._timing.leaves(node, step, i)]
                 if index == spec.members[-1] and turn == spec.max_turns:
                     gone = items
                 if gone:
                     piece = self._produced(command, node, lane, gone, gone)
-                    pieces.setdefault(now, []).append(piece)
+                    pieces.setdefault(clock.now, []).append(piece)
                     left = set(gone)
                     items = [item for item in items if item not in left]
                 if not items:
                     break
-            if now - next(reversed(pieces)) > self.plan.deadline_seconds / 2:  # a sign of life
-                pieces[now] = [self._produced(command, first, lane, [], [])]
-        last = pieces.pop(now)
-        for when, some in pieces.items():
-            self._report_at(when, lane, *some)
-        self._report_at(now, lane, *last, CallFinished(command.call, lane))
+            if clock.now - next(reversed(pieces)) > self.plan.deadline_seconds / 2:
+                pieces[clock.now] = [self._produced(command, first, lane, [], [])]  # still alive
 
     def _produced(
         self, command: RunCall, node: StageNode, lane: int, outputs: list[int], leaving: list[int]

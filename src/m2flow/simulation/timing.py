@@ -44,6 +44,10 @@ class Timing:
         """A call of a stage: the input items of each lane of the replica."""
         return 0.0
 
+    def elsewhere(self, node: StageNode, lane: int) -> float:
+        """The share of a call that passes elsewhere, so that its lane could do other work."""
+        return 0.0
+
     def admit(self, node: StageNode, step: int, lane: int, items: Sequence[int]) -> Admitted:
         """Input items come to a streaming call together."""
         return Admitted(0.0, [0.0] * (len(items) * node.expands))

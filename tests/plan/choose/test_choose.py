@@ -11,6 +11,7 @@ import pytest
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
+from m2flow.flow import loop
 from m2flow.plan import build_plan
 from m2flow.plan.choose import EFFORT, MODES, check_fits, choose
 from m2flow.plan.choose.draft import Draft, draft_of, obstacle, to_plan
@@ -20,6 +21,7 @@ from m2flow.plan.choose.structures import starts
 from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageCost, StageProfile, WorkerCost
 from m2flow.plan.simulate import simulate
 from m2flow.plan.units import Bytes
+from tests.engine.test_engine import graph_of
 from tests.plan.choose.oracle import Oracle
 from tests.plan.random_cases import SHAPES, Case, draw, lanes_of
 from tests.plan.small_graphs import GRPO
@@ -241,3 +243,27 @@ def test_the_shortlist_holds_different_plans_within_the_error() -> None:
         one.prediction.seconds <= found.chosen.prediction.seconds * 1.2 * 1.01 for one in short
     )
     assert found.shortlist(0.0, at_most=1) == (found.chosen,)
+
+
+# --- groups that take turns on a lane -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("elsewhere", "at_most"), [(1.0, 0.8), (0.0, 1.0)])
+def test_a_loop_on_one_lane_is_dealt_into_groups_where_a_stage_passes_elsewhere(
+    elsewhere: float, at_most: float
+) -> None:
+    graph = graph_of(lambda a, b, x: loop(a.score, b.pause)(x), "a", "b")
+    linear = Piecewise(((1.0, 1.0), (8.0, 8.0)))
+    profile = Profile(
+        {
+            "a.score": StageProfile((StageCost(1, linear),), turns=Quantiles((20.0,) * 2)),
+            "b.pause": StageProfile((StageCost(1, linear, elsewhere=elsewhere),)),
+        }
+    )
+    lanes = (LaneSpec(0),)
+    whole = simulate(graph, build_plan("collocated", graph, lanes, 8), profile, 8).seconds
+    chosen = choose(graph, profile, lanes, 8).chosen
+    assert chosen.prediction.seconds <= at_most * whole
+    assert (chosen.plan.mode == "collocated") == (not elsewhere)
+    again = simulate(graph, chosen.plan, profile, 8).seconds
+    assert again == pytest.approx(chosen.prediction.seconds)

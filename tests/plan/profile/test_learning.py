@@ -209,6 +209,27 @@ def test_turns_of_a_loop_are_counted() -> None:
     assert 2.0 < turns.largest <= 5.0
 
 
+def test_what_passes_elsewhere_is_told_by_calls_that_no_group_had_its_turn_in() -> None:
+    def span(seconds: float, **facts: float) -> Span:
+        return Span(0, "world.move", "call", 0.0, seconds, {"items": 4, "step": 0, **facts})
+
+    graph = GRAPHS["embodied"]
+    plan = trial_plans(graph, LANES, ITEMS)[0]
+    seen = (
+        span(2.0, groups=1, busy=0.5), span(2.0, groups=1, busy=1.5),
+        span(9.0, groups=2, busy=0.5), span(2.0),
+    )  # fmt: skip
+    evidence = Evidence(graph)
+    evidence.add(plan, [Ran(seen, 0.0)])
+    (calls,) = evidence.timed("world.move").values()
+    assert [call.seconds for call in calls] == [2.0, 2.0, 2.0]
+    rest = {node.name: StageProfile((layout({1: 0.01}),)) for node in graph.nodes}
+    profile = fitted(evidence, Profile(rest))
+    assert profile.stage("world.move").costs[0].elsewhere == pytest.approx(0.5)
+    again = fitted(Evidence(graph), profile)
+    assert again.stage("world.move").costs[0].elsewhere == pytest.approx(0.5)
+
+
 class Divided(Worker):
     """Declares layouts of some sizes, and one that it cannot have."""
 

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 import m2flow
+from m2flow.engine.plan import LaneSpec, StagePlan
 from m2flow.environments import Deadlines
 from m2flow.errors import UserError
 from m2flow.observe.jsonl import read_rows
@@ -74,7 +75,6 @@ def importable() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Any]:
     pytest.importorskip("ray")
-    from m2flow.engine.plan import LaneSpec
     from m2flow.runtime.driver.pool import LanePool
 
     with LanePool([LaneSpec(0), LaneSpec(1)]) as lanes:
@@ -113,6 +113,31 @@ def test_every_plan_computes_the_same(pool: Any, changes: dict[str, Any]) -> Non
             assert ours.output["episodes"] == theirs.output["episodes"]
         for name, tensor in weights.items():
             torch.testing.assert_close(tensor, others[name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, IN_CHUNKS, DRAWN_AGAIN], ids=["ppo", "ppo in chunks", "drawn again"]
+)
+def test_groups_that_take_turns_on_a_lane_compute_the_same(changes: dict[str, Any]) -> None:
+    """Simulators of one group step in their processes while the policy acts for another."""
+    some = recipe(**changes, environment={"name": COUNTING, "processes": 2})
+    wanted, weights = trained(some, "eager", 4)
+    experiment = EmbodiedExperiment(some)
+    graph = experiment.flow().trace()
+    plan = build_plan("eager", graph, (LaneSpec(0),), some.items_per_step)
+    for group in (4, 3):
+        waiting = {node.name: StagePlan(chunk=group) for node in graph.nodes if node.waits}
+        cut = replace(plan, stages={**plan.stages, **waiting})
+        count = some.items_per_step
+        with m2flow.launch(experiment.flow(), items_per_step=count, plan=cut) as run:
+            found = list(run.steps(experiment.batch(step) for step in range(4)))
+            others = run.worker_call("learner", "weights")
+        for ours, theirs in zip(wanted, found, strict=True):
+            assert ours.output["episodes"] == theirs.output["episodes"]
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, others[name], atol=1e-4, rtol=1e-4)
+        groups = {n.args["groups"] for one in found for n in one.spans if "groups" in n.args}
+        assert groups == {-(-8 // group)}
 
 
 @pytest.mark.parametrize("changes", [{}, GROUPS], ids=["ppo", "grpo"])

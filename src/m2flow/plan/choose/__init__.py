@@ -22,6 +22,7 @@ from m2flow.plan.choose.descent import Descent
 from m2flow.plan.choose.draft import AUTO, draft_of, obstacle, to_plan
 from m2flow.plan.choose.folding import fold_of, folded, unfolded
 from m2flow.plan.choose.judge import Judge, Shape, shape, sized
+from m2flow.plan.choose.moves import in_groups
 from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.choose.structures import starts
 from m2flow.plan.isolation import isolate
@@ -124,13 +125,14 @@ class _Choice:
     def candidates(self, staleness: int, effort: int) -> Iterator[Candidate]:
         """The best plans for a staleness, and those of the fixed modes."""
         fixed, descent = list(self._fixed(staleness)), self._descent
-        known = [draft_of(self.small, plan) for _, plan, _ in fixed]
+        known = [x for _, plan, _ in fixed if (x := draft_of(self.small, plan)) is not None]
+        known += [x for draft in known if (x := in_groups(self.small, draft)) is not None]
         known += [replace(x, staleness=staleness) for x in descent.best(FINALISTS, staleness - 1)]
         if len(self.small.lanes) <= FEW_LANES:  # one more lane shall not lead to less
             descent.search(starts(self.small, staleness, spare=1), effort // 4)
             known += descent.best(FINALISTS, staleness)
             effort -= effort // 4
-        descent.search(starts(self.small, staleness), effort, filter(None, known))
+        descent.search(starts(self.small, staleness), effort, known)
         each = self.judge.num_events / max(1, self.judge.num_simulated)
         free = (
             (AUTO, to_plan(self.small, draft), to_plan(self.problem, draft.times(self.fold)))

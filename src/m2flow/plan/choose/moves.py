@@ -43,6 +43,17 @@ def _recut(problem: PlanningProblem, moved: Draft) -> Iterator[Draft]:
             yield other
 
 
+def in_groups(problem: PlanningProblem, draft: Draft) -> Draft | None:
+    """The draft with two groups of items where part of a loop's stage passes elsewhere, if any."""
+    changed = draft
+    for node in problem.graph.nodes:
+        index, spot = node.index, spot_of(problem, draft, node)
+        waits = node.waits and node.loop is not None
+        if waits and problem.cost(node, spot.option, draft.running[index]).elsewhere:
+            changed = changed.with_calls(index, 2 * draft.pieces[index], draft.running[index])
+    return None if changed is draft else changed
+
+
 # --- calls of stages ------------------------------------------------------------------------------
 
 

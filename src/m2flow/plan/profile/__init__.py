@@ -152,6 +152,8 @@ class StageCost:
             call takes the mean of its items. 0 where lengths tell it, or nothing is known.
         kind: the kind of lane it was measured on.
         layout: name of the layout of the replica, as the worker declares it.
+        elsewhere: for a stage that waits, the share of `seconds` that passes elsewhere, so that
+            the lane has nothing to do.
     """
 
     lanes: int
@@ -167,14 +169,16 @@ class StageCost:
     spread: float = 0.0
     kind: str = "cpu"
     layout: str = ONE_LANE.name
+    elsewhere: float = 0.0
 
     def __post_init__(self) -> None:
         for key, limit in (
             ("lanes", self.lanes), ("max_running", self.max_running), ("slots", self.slots)
         ):  # fmt: skip
             _check(limit is None or limit >= 1, "must be at least 1", key, limit)
-        for key in ("error", "spread"):
+        for key in ("error", "spread", "elsewhere"):
             _check(getattr(self, key) >= 0, "must not be negative", key, getattr(self, key))
+        _check(self.elsewhere <= 1, "must be at most 1", "elsewhere", self.elsewhere)
         ends = self.done is None or self.done.points[-1] == (1.0, 1.0)
         _check(ends, "must end at (1, 1)", "done", self.done)
 

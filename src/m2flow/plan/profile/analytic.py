@@ -161,6 +161,7 @@ class _Kind:
             working=curve(lambda items: total(one.working_bytes(items)), calls),
             kind=self.name,
             layout=one.layout.name,
+            elsewhere=one.elsewhere,
         )
 
     def workers(self, name: str) -> Iterator[WorkerCost]:

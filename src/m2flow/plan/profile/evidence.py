@@ -78,6 +78,8 @@ class Evidence:
         output_bytes: (items, bytes) by stage.
         lengths: of output items, by stage.
         turns: of items in a loop, by its first stage.
+        elsewhere: of a stage that waits, shares of its calls that passed elsewhere. Calls during
+            which other groups had their turns tell neither this nor how long they took.
     """
 
     def __init__(self, graph: FlowGraph) -> None:
@@ -91,6 +93,7 @@ class Evidence:
         self.output_bytes: dict[str, deque[tuple[float, float]]] = _newest(NEWEST)
         self.lengths: dict[str, deque[float]] = _newest(16 * NEWEST)
         self.turns: dict[str, deque[float]] = _newest(16 * NEWEST)
+        self.elsewhere: dict[Where, deque[float]] = _newest(NEWEST)
 
     def add(
         self,
@@ -169,8 +172,11 @@ class Evidence:
         items = sum(_number(span, "items") for span in spans)
         longest = max(spans, key=lambda span: ("taken" in span.args, span.seconds))
         call = Sample(items, longest.seconds)
-        if not items:
+        if not items or _number(longest, "groups") > 1:
             return
+        if "groups" in longest.args and longest.seconds > 0:
+            share = 1.0 - _number(longest, "busy") / longest.seconds
+            self.elsewhere[where].append(max(share, 0.0))
         if not node.streaming:
             self._keep("call", where, call)
         elif len(_listed(longest, "taken")) > 1:

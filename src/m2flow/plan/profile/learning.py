@@ -148,6 +148,7 @@ def _cost(
     ended = max((most for size, most in gauged if not size), default=0.0)
     working = [(size, max(most, ended)) for size, most in gauged if size]
     finishes = points(evidence.of("finish", where))
+    shares = evidence.elsewhere.get(where)
     cost = StageCost(
         lanes,
         curve,
@@ -156,6 +157,7 @@ def _cost(
         error=_error(calls, curve),
         kind=kind,
         layout=layout,
+        elsewhere=typical(shares) if shares else before.elsewhere,
     )
     streams = [call for call in calls if call.pieces]
     growth = fit_growth(streams)

@@ -132,6 +132,7 @@ class LayoutWork:
         working_bytes: memory of each lane that a call takes beside the worker's state, by items; of
             `rounds` beside what their units hold.
         rounds: for a streaming stage, how its output items grow.
+        elsewhere: for a stage that waits, the share of a call's seconds that passes elsewhere.
     """
 
     layout: Layout = ONE_LANE
@@ -139,6 +140,7 @@ class LayoutWork:
     finish: Callable[[int], Work] | None = None
     working_bytes: Callable[[int], Held] = lambda _items: 0.0
     rounds: Rounds | None = None
+    elsewhere: float = 0.0
 
 
 @dataclass(frozen=True)

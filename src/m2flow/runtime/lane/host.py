@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -140,6 +141,30 @@ class LaneHost:
         except UserError as error:
             raise UserError(str(error), key=node.name) from error
 
+    def _run_waiting(
+        self, flow: str, node: StageNode, batch: Batch
+    ) -> Generator[None, None, tuple[object, float | None]]:
+        """Call a stage that may wait; the lane may do other work at each None.
+
+        Returns:
+            what the stage returned; and of one that has waited the seconds in which this thread
+            was at work on it.
+        """
+        running: Iterator[None] | None = None
+        busy = None
+        while True:
+            begun = time.thread_time()
+            try:
+                running = running or self._function(flow, node).begin(batch, **node.options)
+                next(running)
+            except StopIteration as end:
+                spent = time.thread_time() - begun
+                return end.value, None if busy is None else busy + spent
+            except UserError as error:
+                raise UserError(str(error), key=node.name) from error
+            busy = (busy or 0.0) + time.thread_time() - begun
+            yield None
+
     def _go_around(
         self, flow: str, command: RunCall, node: StageNode, parts: Sequence[Part]
     ) -> Iterator[ItemsProduced]:
@@ -154,46 +179,78 @@ class LaneHost:
     ) -> Iterator[ItemsProduced | None]:
         """Send items around a loop that stands here until each has left; only those are kept.
 
-        None between two turns.
+        Groups of them take turns where a stage waits. None once in each turn of a group.
         """
+        wanted = [(part.producer, part.items) for part in parts]
+        for batch in self.store.gather_alike(flow, command.step, wanted):
+            count = -(-len(batch) // (command.group or len(batch) or 1))
+            groups = deque(
+                self._send_around(flow, command, first, batch.take(batch.ids[n::count]), count)
+                for n in range(count)
+            )
+            while groups:
+                for piece in groups[0]:
+                    yield piece
+                    if piece is None:  # the next group's turn
+                        groups.rotate(-1)
+                        break
+                else:
+                    groups.popleft()
+
+    def _send_around(
+        self, flow: str, command: RunCall, first: StageNode, batch: Batch, groups: int
+    ) -> Iterator[ItemsProduced | None]:
+        """Send one group of items around a loop; None where others may have their turn."""
         graph = self.graphs[flow]
         assert first.loop is not None
         spec = graph.loops[first.loop]
         members = [graph.nodes[index] for index in spec.members]
-        wanted = [(part.producer, part.items) for part in parts]
-        for batch in self.store.gather_alike(flow, command.step, wanted):
-            turn, judged = 0, False
-            while len(batch):
-                turn += 1
-                for node in members:
-                    batch = self._turn(flow, command, node, batch)
-                    judged |= spec.until in batch
-                    last = node is members[-1] and turn == spec.max_turns
-                    gone = batch.ids if last else _leaving(batch, spec.until)
-                    if gone:
-                        left = batch.take(gone)
-                        self.store.put(flow, command.step, first.index, left)
-                        self._keep_for_later(flow, command.step, first, left)
-                        lengths = item_lengths(graph, first.index, left)
-                        yield ItemsProduced(
-                            command.call, self.lane, left.ids, left.nbytes, left.ids, lengths
-                        )
-                        left_ids = set(gone)
-                        batch = batch.take(item for item in batch.ids if item not in left_ids)
-                    if not len(batch):
-                        break
-                if not judged and spec.max_turns is None:
-                    raise unjudged(graph, first.loop)
+        turn, judged = 0, False
+        while len(batch):
+            turn, paused = turn + 1, False
+            for node in members:
+                batch, waited = yield from self._turn(flow, command, node, batch, groups)
+                paused |= waited
+                judged |= spec.until in batch
+                last = node is members[-1] and turn == spec.max_turns
+                gone = batch.ids if last else _leaving(batch, spec.until)
+                if gone:
+                    left = batch.take(gone)
+                    self.store.put(flow, command.step, first.index, left)
+                    self._keep_for_later(flow, command.step, first, left)
+                    lengths = item_lengths(graph, first.index, left)
+                    yield ItemsProduced(
+                        command.call, self.lane, left.ids, left.nbytes, left.ids, lengths
+                    )
+                    left_ids = set(gone)
+                    batch = batch.take(item for item in batch.ids if item not in left_ids)
+                if not len(batch):
+                    break
+            if not judged and spec.max_turns is None:
+                raise unjudged(graph, first.loop)
+            if not paused:
                 yield None
 
-    def _turn(self, flow: str, command: RunCall, node: StageNode, batch: Batch) -> Batch:
-        """One member's part of a turn of a fused loop, with a span of its own."""
-        start = self.clock()
-        output = _named(node, batch, self._run(flow, node, [batch]))
+    def _turn(
+        self, flow: str, command: RunCall, node: StageNode, batch: Batch, groups: int
+    ) -> Generator[None, None, tuple[Batch, bool]]:
+        """One member's part of a turn of a fused loop, with a span of its own; None as it waits.
+
+        Returns:
+            what it made of the items, and whether it has waited.
+        """
+        start, waited = self.clock(), False
         facts = {"step": command.step, "items": len(batch), "ids": ids_text(batch.ids)}
+        if node.waits:
+            output, busy = yield from self._run_waiting(flow, node, batch)
+            waited = busy is not None
+            elapsed = self.clock() - start
+            facts |= {"groups": groups, "busy": elapsed if busy is None else busy}
+        else:
+            output = self._run(flow, node, [batch])
         span = Span(self.lane, node.name, "call", start, self.clock(), facts)
         self._turns.setdefault(command.call, []).append(span)
-        return output
+        return _named(node, batch, output), waited
 
     def finished(
         self,
@@ -231,11 +288,10 @@ class LaneHost:
             for parts in inputs
         ]
 
-    def _function(self, flow: str, node: StageNode) -> Callable[..., Any]:
+    def _function(self, flow: str, node: StageNode) -> Any:
         if node.is_function:
             return self.graphs[flow].functions[node.name].function
-        stage: Callable[..., Any] = getattr(self.workers[node.worker], node.method)
-        return stage
+        return getattr(self.workers[node.worker], node.method)
 
     def _takes_without(self, flow: str, node: StageNode) -> bool:
         """Whether a stage can be told by `without` which of its outputs are there already."""

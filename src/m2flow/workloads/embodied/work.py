@@ -214,7 +214,9 @@ class EmbodiedRecipeWork:
             case "step":
                 steps = self.recipe.policy.chunk * self.simulating.step
                 drawing = self._pictures * self._picture
-                return StageWork((self._simulated(steps + drawing),), self._seen_bytes)
+                stepping = self._simulated(steps + drawing)
+                beside = self._on_gpu and self.recipe.environment.has_processes  # its own cores
+                return StageWork((replace(stepping, elsewhere=float(beside)),), self._seen_bytes)
             case "act":
                 turns = Quantiles((float(self._turns),) * 2)
                 acting = LayoutWork(call=self._acting, working_bytes=self._acting_bytes)

@@ -69,17 +69,19 @@ class EnvironmentPool:
             chosen = None if states is None else [states[row] for row in rows]
             yield rows, vector.reset(ids, [seeds[row] for row in rows], chosen)
 
-    def step(
+    def begin_step(
         self, rollouts: Sequence[int], action_BKA: Tensor
-    ) -> Iterator[tuple[list[int], StepOutcome]]:
-        """Carry out a chunk of actions in each rollout.
+    ) -> list[tuple[list[int], Callable[[], StepOutcome]]]:
+        """Begin to carry out a chunk of actions in each rollout.
 
-        Yields:
-            positions among those given, and what happened there.
+        Returns:
+            positions among those given, and what waits for what happened there.
         """
+        begun = []
         for vector, rows, ids in self._dealt(rollouts):
             actions = action_BKA if len(rows) == len(rollouts) else action_BKA[rows]
-            yield rows, vector.step(actions, ids)
+            begun.append((rows, vector.begin_step(actions, ids)))
+        return begun
 
     def render(self, rollout: int) -> Tensor:
         """A picture of a rollout for people, uint8 [H, W, 3]."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from m2flow.environments.process import accelerator_bytes
@@ -62,7 +64,10 @@ class Simulator(Worker):
         super().load(place)
         from m2flow.workloads.embodied.workers.recording import Recordings
 
+        on_cpu = place.device == "cpu"  # where the policy computes, with all threads
+
         self._pool = EnvironmentPool(self._made, self._share)
+        self._cores_beside = len(os.sched_getaffinity(0)) - place.num_threads * on_cpu
         self._recordings = Recordings()
         self._resting: set[int] = set()
         self._bytes: int | None = None
@@ -127,16 +132,20 @@ class Simulator(Worker):
             self._recordings.see(mine, observations)
         self._film(numbers)
 
-    @stage(sticky=True)
-    def step(self, acted: Batch) -> Batch:
+    @stage(sticky=True, waits=True)
+    def step(self, acted: Batch) -> Generator[None, None, Batch]:
         """Carry out what was decided; rollouts that are over come with all their turns."""
         import torch
 
         numbers, recordings = acted["rollout"].tolist(), self._recordings
+        stepping = self._begun(numbers, acted["action"])
+        if 0 < len(self._pool.pids) <= self._cores_beside:
+            yield
         rows = recordings.rows_of(numbers)
         decided = {name: acted[name] for name in ACTED[1:] if name in acted}
         ended, begun = False, time.monotonic()
-        for places, outcome in self._stepped(numbers, acted["action"]):
+        for places, end in stepping:
+            outcome = end()
             mine, some = rows, decided
             if len(places) < len(numbers):
                 mine = recordings.rows_of([numbers[place] for place in places])
@@ -164,25 +173,28 @@ class Simulator(Worker):
             recordings.forget(left)
         return seen
 
-    def _stepped(
+    def _begun(
         self, numbers: Sequence[int], action_BKA: Any
-    ) -> Iterator[tuple[list[int], StepOutcome]]:
-        """What a chunk of actions did: positions of rollouts, and what happened there."""
+    ) -> list[tuple[list[int], Callable[[], StepOutcome]]]:
+        """Begin a chunk of actions: positions of rollouts, and what tells what happened there."""
         if not self._resting:
-            yield from self._pool.step(numbers, action_BKA)
-            return
+            return self._pool.begin_step(numbers, action_BKA)
         resting = [place for place, number in enumerate(numbers) if number in self._resting]
         busy = [place for place, number in enumerate(numbers) if number not in self._resting]
-        if busy:
-            for places, outcome in self._pool.step([numbers[p] for p in busy], action_BKA[busy]):
-                yield [busy[place] for place in places], outcome
+        begun = self._pool.begin_step([numbers[place] for place in busy], action_BKA[busy])
+        found = [([busy[place] for place in places], end) for places, end in begun]
         if resting:
-            from m2flow.environments.protocol import StepOutcome
+            still = [numbers[place] for place in resting]
+            found.append((resting, partial(self._at_rest, still, action_BKA.shape[1])))
+        return found
 
-            rows = self._recordings.rows_of([numbers[place] for place in resting])
-            now = self._recordings.now(rows)
-            seen = {name.removeprefix(OBSERVATION): part for name, part in now.items()}
-            yield resting, StepOutcome.none(seen, len(resting), action_BKA.shape[1])
+    def _at_rest(self, numbers: Sequence[int], chunk: int) -> StepOutcome:
+        """What a chunk of actions does where no episode is."""
+        from m2flow.environments.protocol import StepOutcome
+
+        now = self._recordings.now(self._recordings.rows_of(numbers))
+        seen = {name.removeprefix(OBSERVATION): part for name, part in now.items()}
+        return StepOutcome.none(seen, len(numbers), chunk)
 
     def _told(self, numbers: Sequence[int], done: Sequence[bool]) -> dict[str, Any]:
         """What rollouts that are over leave behind, as columns; nothing of those that go on."""
