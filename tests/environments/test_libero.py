@@ -90,6 +90,26 @@ def test_only_the_cameras_that_are_asked_for_are_observed(libero):
         names(cameras=["front"])
 
 
+def test_pictures_that_are_observed_pass_through_jpeg_where_that_is_asked_for(libero, monkeypatch):
+    pytest.importorskip("simplejpeg", reason='needs the extra "libero"')
+    from m2flow.environments.jpeg import through_jpeg
+    from m2flow.environments.libero import LiberoEnvironment
+
+    drawn = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    monkeypatch.setattr(LiberoEnvironment, "_drawn", lambda *_: drawn)
+    arm = {
+        "eef_quat": np.array([0.0, 0.0, 0.0, 1.0]),
+        "eef_pos": [0.0] * 3,
+        "gripper_qpos": [0.0] * 2,
+    }
+    for jpeg in (False, True):
+        environment = LiberoEnvironment("libero_spatial/0", 64, cameras=["image"], jpeg=jpeg)
+        environment.info = {f"robot0_{name}": value for name, value in arm.items()}
+        seen = environment.observe()["image"]
+        assert np.array_equal(seen, through_jpeg(drawn) if jpeg else drawn)
+        assert np.array_equal(environment.render(), drawn)
+
+
 def test_chunks_pictures_and_replay(libero):
     if not any(found.works for found in backends() if found.name in ("egl", "osmesa")):
         pytest.skip("needs EGL or OSMesa")

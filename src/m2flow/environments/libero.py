@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from m2flow.environments.environment import Array, Environment, Transition, seed_of
+from m2flow.environments.jpeg import check_jpeg, through_jpeg
 from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec, image_spec
 from m2flow.errors import UserError
 
@@ -51,6 +52,7 @@ class LiberoEnvironment(Environment):
             of the time, and not the pictures that checkpoints were trained on.
         max_episode_steps: 0 for the suite's own.
         cameras: of `CAMERAS` those that are observed; each is drawn at every decision.
+        jpeg: pass what is observed through JPEG, as published checkpoints' data and evaluations do.
     """
 
     def __init__(
@@ -60,7 +62,10 @@ class LiberoEnvironment(Environment):
         plain: bool = False,
         max_episode_steps: int = 0,
         cameras: Sequence[str] = tuple(CAMERAS),
+        jpeg: bool = False,
     ) -> None:
+        if jpeg:
+            check_jpeg()
         for camera in cameras:
             if camera not in CAMERAS:
                 raise UserError(
@@ -70,7 +75,7 @@ class LiberoEnvironment(Environment):
                     expected=" or ".join(CAMERAS),
                 )
         suite, _, number = task.partition("/")
-        self._suite, self._pixels, self._plain = suite, pixels, plain
+        self._suite, self._pixels, self._plain, self._jpeg = suite, pixels, plain, jpeg
         self._benchmark = _benchmark(suite)
         numbers = [int(number)] if number else list(range(self._benchmark.n_tasks))
         self._starts = [
@@ -144,7 +149,8 @@ class LiberoEnvironment(Environment):
         parts = (seen["robot0_eef_pos"], angles, seen["robot0_gripper_qpos"])
         found = {"state": np.concatenate(parts)}
         for name in self._cameras:
-            found[name] = self._drawn(CAMERAS[name], self._pixels)
+            drawn = self._drawn(CAMERAS[name], self._pixels)
+            found[name] = through_jpeg(drawn) if self._jpeg else drawn
         return found
 
     def instruction(self) -> str:

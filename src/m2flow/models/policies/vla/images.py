@@ -2,9 +2,10 @@
 
 A picture is resized without keeping its proportions: bicubic with antialiasing, as Pillow and the
 checkpoints' own processor do, or by Lanczos' filter, as published evaluations on LIBERO do with
-tf.image.resize (they pass pictures through JPEG before, which is left out here). It is optionally
-cropped to the middle 90 % of its area and resized again (what fine-tuned checkpoints saw on
-average, since they were trained on random crops of that area), and normalised once per tower.
+tf.image.resize (they pass pictures through JPEG before, which is the environment's to do:
+`environments.jpeg`). It is optionally cropped to the middle 90 % of its area and resized again
+(what fine-tuned checkpoints saw on average, since they were trained on random crops of that area),
+and normalised once per tower.
 
 Legend: B batch, H, W height and width.
 """
