@@ -63,7 +63,8 @@ class Strike:
         phase: one of `PHASES`.
         step: not before this one.
         later: seconds after the command of that phase was sent.
-        how: "kill" (SIGKILL), "pause" (SIGSTOP for `PAUSE_SECONDS`) or "halt" (SIGSTOP).
+        how: "kill" (SIGKILL), "pause" (SIGSTOP for `PAUSE_SECONDS`) or "halt" (SIGSTOP; of a
+            simulator as soon as a step is asked of it: a reset has a longer deadline).
         seed: which one of several.
     """
 
@@ -81,15 +82,25 @@ class Striker:
     def __init__(self, strike: Strike) -> None:
         self.strike, self.dice = strike, random.Random(strike.seed)
         self.armed = True
+        self.due: tuple[int, tuple[int, ...]] | None = None
         self.carrier: Any = None
 
     def moment(self, phase: str, step: int, lanes: tuple[int, ...] = ()) -> None:
         """A phase of a step is about to be carried out, by some lanes."""
         if phase == self.strike.phase and step >= self.strike.step and self.armed:
             self.armed = False
+            if (self.strike.victim, self.strike.how) == ("simulator", "halt"):
+                self.due = step, lanes
+                return
             timer = threading.Timer(self.strike.later, self.hit, (step, lanes))
             timer.daemon = True
             timer.start()
+
+    def stepping(self, *_: Any) -> None:
+        """Simulators are about to be asked for a step."""
+        if self.due is not None:
+            due, self.due = self.due, None
+            self.hit(*due)
 
     def hit(self, step: int, lanes: tuple[int, ...]) -> None:
         victims = self.victims(lanes)
@@ -199,6 +210,7 @@ def watch(striker: Striker) -> None:
     before(Pilot, "next_plan", looks)
     if striker.strike.how == "halt":  # in this process alone: an eager run's
         processes.Deadlines = partial(Deadlines, step=2.0)  # type: ignore[misc,assignment]
+        before(processes.ProcessEnvironments, "_begin_step", striker.stepping)
 
 
 def main() -> None:
