@@ -191,7 +191,7 @@ def test_fused_or_not_the_result_is_the_same(fuse: bool, max_turns: int | None) 
 
 
 class Asked(Worker):
-    """Counts down elsewhere, for a third turn here: it has nothing to ask."""
+    """Counts down; it waits for that, but not where an item is in its last turn."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

@@ -145,7 +145,8 @@ class VectorEnvironment(ABC):
         """Begin a step that goes on beside the caller where simulators have their own processes.
 
         Args and errors are those of `step`. Steps of different environments may be begun before
-        the first is ended; whatever else is called waits for all that are begun.
+        the first is ended. Simulators in this process carry a step out as it is ended; those in
+        processes begin at once, and whatever else is called waits for all that were begun.
 
         Returns:
             what ends the step: to be called once, and gives the outcome.

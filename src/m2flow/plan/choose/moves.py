@@ -44,13 +44,17 @@ def _recut(problem: PlanningProblem, moved: Draft) -> Iterator[Draft]:
 
 
 def in_groups(problem: PlanningProblem, draft: Draft) -> Draft | None:
-    """The draft with two groups of items where part of a loop's stage passes elsewhere, if any."""
+    """The draft with two groups of items in loops that stand on the same lanes and have a stage of
+    which a part passes elsewhere; None if there are none."""
     changed = draft
-    for node in problem.graph.nodes:
-        index, spot = node.index, spot_of(problem, draft, node)
-        waits = node.waits and node.loop is not None
-        if waits and problem.cost(node, spot.option, draft.running[index]).elsewhere:
-            changed = changed.with_calls(index, 2 * draft.pieces[index], draft.running[index])
+    for loop in problem.graph.loops:
+        members = [problem.graph.nodes[index] for index in loop.members]
+        if len({spot_of(problem, draft, node).lanes for node in members}) > 1:
+            continue
+        for node in members:
+            index, spot = node.index, spot_of(problem, draft, node)
+            if node.waits and problem.cost(node, spot.option, draft.running[index]).elsewhere:
+                changed = changed.with_calls(index, 2 * draft.pieces[index], draft.running[index])
     return None if changed is draft else changed
 
 

@@ -64,10 +64,9 @@ class Simulator(Worker):
         super().load(place)
         from m2flow.workloads.embodied.workers.recording import Recordings
 
-        on_cpu = place.device == "cpu"  # where the policy computes, with all threads
-
         self._pool = EnvironmentPool(self._made, self._share)
-        self._cores_beside = len(os.sched_getaffinity(0)) - place.num_threads * on_cpu
+        computes = place.num_threads if place.device == "cpu" else 0  # cores that the policy takes
+        self._cores_beside = len(os.sched_getaffinity(0)) - computes
         self._recordings = Recordings()
         self._resting: set[int] = set()
         self._bytes: int | None = None
@@ -139,7 +138,7 @@ class Simulator(Worker):
 
         numbers, recordings = acted["rollout"].tolist(), self._recordings
         stepping = self._begun(numbers, acted["action"])
-        if 0 < len(self._pool.pids) <= self._cores_beside:
+        if 0 < len(self._pool.pids) <= self._cores_beside:  # or the policy would slow them down
             yield
         rows = recordings.rows_of(numbers)
         decided = {name: acted[name] for name in ACTED[1:] if name in acted}
