@@ -102,7 +102,7 @@ def read_demonstrations(path: str, spec: EnvironmentSpec) -> dict[str, Array]:
     except Exception as error:
         why = f"cannot be read ({type(error).__name__}: {error})"
         raise UserError(why, key=KEY, value=path, expected="an .npz file of NumPy") from error
-    for name, shape in shapes.items():
+    for name in shapes:
         if name not in found:
             raise UserError(
                 f"has no array {name!r}, which {spec.name} gives or takes",
@@ -111,7 +111,8 @@ def read_demonstrations(path: str, spec: EnvironmentSpec) -> dict[str, Array]:
                 expected=", ".join(shapes),
                 hint=f"it has {', '.join(names)}",
             )
-        if found[name].shape != (len(found["action"]), *shape):
+    for name, shape in shapes.items():
+        if found[name].shape != (*found["action"].shape[:1], *shape):
             raise _unfit(name, found[name].shape, f"(steps, {', '.join(map(str, shape))})")
     for part in spec.observations:
         found[part.name] = _as(part.dtype, part.name, found[part.name])

@@ -158,6 +158,8 @@ def test_what_was_recorded_clones_the_policy_that_playing_it_does(tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"action": None}, r"has no array 'action'.*it has episode, image, instruction, state$"),
+        ({"action": np.float32(1)}, r"\(steps, "),
         ({"state": None}, r"has no array 'state'.*it has action, episode, image, instruction$"),
         ({"action": np.full((4, 2), 3.0)}, r"'action' .*got 3\.0\); expected -1\.0 to 1\.0"),
         ({"action": np.zeros((4, 3))}, r"'action' .*got \(4, 3\)\); expected \(steps, 2\)"),
