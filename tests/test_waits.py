@@ -25,7 +25,7 @@ ALWAYS = frozenset(
 )
 """Methods that know no deadline, or take it by name alone."""
 
-PIPES = "connection.send"
+PIPES = ("connection.send", "connection.send_bytes")
 """How calls end that wait until the other end of a pipe has taken what they send. Those of a
 `FrameStream` all come to its own `sendmsg`."""
 
@@ -56,7 +56,7 @@ ENDED_BY = {
     "environments/child.py: _Child.run": OWNER,
     "environments/process.py: SimulatorProcess.send": "the socket, by its own SO_SNDTIMEO",
     "environments/process.py: SimulatorProcess.kill": KILLED,
-    "environments/process.py: await_replies": "the socket, by the SO_RCVTIMEO that `send` has set",
+    "environments/process.py: SimulatorProcess.read": "the socket, by the SO_RCVTIMEO of `send`",
     "flow/trace.py: current_trace": "nobody need: it is a context variable",
     "generation/external_engine.py: ExternalEngine._send": CALL,
     "generation/external_engine.py: ExternalEngine._receive": CALL,
@@ -129,7 +129,7 @@ def waits_for_ever(call: ast.Call) -> bool:
         return not any(flag in ast.unparse(call.args[1]) for flag in ("LOCK_NB", "LOCK_UN"))
     if named in DO_NOT_WAIT or named.endswith("process.poll"):
         return False
-    if named.endswith(("threads.map", PIPES)):
+    if named.endswith(("threads.map", *PIPES)):
         return True
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     return name in ALWAYS or (name in WITHOUT_ARGUMENTS and not call.args and not call.keywords)

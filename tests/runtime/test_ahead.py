@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
+from m2flow.runtime.driver import ahead as ahead_module
 from m2flow.runtime.driver.ahead import LanesAhead
 from tests.runtime.local_cluster import local_cluster
+
+POOL = "m2flow.runtime.driver.pool"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,6 +31,35 @@ def test_lanes_are_there_when_they_are_asked_for_and_end_with_it() -> None:
         assert list(pool.addresses) == [0]
         assert pool._folder.exists()
     assert not pool._folder.exists()
+
+
+@pytest.mark.parametrize("says", [LanesAhead.go_on, LanesAhead.pool])
+def test_nothing_is_imported_while_the_launcher_imports(
+    says: Callable[[LanesAhead], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads that import what imports each other are given modules that are not done."""
+    started, imported = threading.Event(), threading.Event()
+    begun = ahead_module.RayCluster
+
+    def started_now(lanes: Sequence[LaneSpec]) -> Any:
+        cluster = begun(lanes)
+        started.set()
+        return cluster
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == POOL:
+                imported.set()
+
+    monkeypatch.setattr(ahead_module, "RayCluster", started_now)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, POOL)
+    with LanesAhead([LaneSpec(0, cores=(0,))]) as ahead:
+        assert started.wait(60)
+        assert not imported.wait(0.2)
+        says(ahead)
+        assert imported.wait(60)
 
 
 def test_what_is_wrong_with_them_is_said_then() -> None:

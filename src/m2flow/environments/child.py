@@ -12,6 +12,7 @@ standard input, a pipe that ends with the parent. It imports the simulator and N
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import traceback
 from functools import partial
@@ -46,7 +47,7 @@ class _Child:
                 reply = ("error", error)
             except Exception:
                 reply = ("error", RunFailed(f"{command} failed:\n{traceback.format_exc()}"))
-            self.connection.send(reply)
+            self.connection.send_bytes(pickle.dumps(reply))
         if self.slots is not None:
             self.slots.close()
 
@@ -63,6 +64,8 @@ class _Child:
             self.slots.memory = {name: rows[mine] for name, rows in self.memory.rows.items()}
             return ("attached",)
         result = getattr(self.slots, command)(*arguments)
+        if command == "step":
+            result = result.tobytes()  # which are read and written faster than an array
         failures, self.slots.new_failures = self.slots.new_failures, []
         return "done", result, failures, self.slots.instructions
 

@@ -23,7 +23,14 @@ from m2flow.environments.deadlines import Deadlines
 from m2flow.environments.memory import ObservationMemory, anonymous_memory
 from m2flow.environments.process import Lost, SimulatorProcess, Source, await_replies
 from m2flow.environments.protocol import Observations, VectorEnvironment, gather
-from m2flow.environments.slots import RESET_ATTEMPTS, Episode, Failure, Steps, stack_pictures
+from m2flow.environments.slots import (
+    RESET_ATTEMPTS,
+    Episode,
+    Failure,
+    Steps,
+    record_of,
+    stack_pictures,
+)
 from m2flow.errors import RunFailed, UserError
 
 START_ATTEMPTS = 3
@@ -205,15 +212,15 @@ class ProcessEnvironments(VectorEnvironment):
 
         def end() -> tuple[Steps, Sequence[Failure]]:
             results = self._answers(sent)
-            whole = Steps.nothing(*action_BKA.shape[:2])
+            records = np.zeros(len(ids), record_of(action_BKA.shape[1]))
+            whole = Steps.of(records)
             for process, mine in dealt:
                 rows = [row_of[index] for index in mine]
                 part = results.get(process.number)
                 if part is None:
                     whole.failed[rows] = True
-                    continue
-                for column, values in zip(whole, part, strict=True):
-                    column[rows] = values
+                else:
+                    records[rows] = np.frombuffer(part, records.dtype)
             over = whole.terminated | whole.truncated | whole.failed
             self._running -= {ids[row] for row in np.flatnonzero(over).tolist()}
             return whole, self._report()

@@ -52,7 +52,7 @@ class SerialEnvironments(VectorEnvironment):
         return self._failures()
 
     def _step(self, ids: Sequence[int], action_BKA: Any) -> tuple[Steps, Sequence[Failure]]:
-        return self._slots.step(ids, action_BKA), self._failures()
+        return Steps.of(self._slots.step(ids, action_BKA)), self._failures()
 
     def _observe(self, ids: Sequence[int]) -> Observations:
         instructions = self._slots.instructions if self.spec.instructions is not None else None

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,18 +81,21 @@ class Steps(NamedTuple):
         self.failed[row] = True
 
     @classmethod
+    def of(cls, records: Array) -> Steps:
+        """The columns of records [B] of `record_of`; what is written to them is written there."""
+        return cls(*(records[name] for name in cls._fields))
+
+    @classmethod
     def nothing(cls, rows: int, chunk: int) -> Steps:
         """No step taken, nothing ended."""
-        terminated, truncated, success, success_once, failed = np.zeros((5, rows), bool)
-        return cls(
-            reward=np.zeros((rows, chunk), np.float32),
-            terminated=terminated,
-            truncated=truncated,
-            success=success,
-            success_once=success_once,
-            failed=failed,
-            steps=np.zeros(rows, np.int64),
-        )
+        return cls.of(np.zeros(rows, record_of(chunk)))
+
+
+@lru_cache
+def record_of(chunk: int) -> np.dtype[Any]:
+    """What `Steps` says of one slot, for chunks of so many actions."""
+    kinds = [("reward", np.float32, (chunk,)), *((name, np.bool_) for name in Steps._fields[1:-1])]
+    return np.dtype([*kinds, ("steps", np.int64)], align=True)
 
 
 def allocate(spec: EnvironmentSpec) -> dict[str, Array]:
@@ -151,16 +154,17 @@ class Slots:
             self._begin(slot, seed, initial_state)
             self._progress()
 
-    def step(self, slots: Sequence[int], action_BKA: Array) -> Steps:
-        """Carry out each slot's chunk, up to the end of its episode."""
-        result = Steps.nothing(*action_BKA.shape[:2])
+    def step(self, slots: Sequence[int], action_BKA: Array) -> Array:
+        """Carry out each slot's chunk, up to the end of its episode; records [B] of what it did."""
+        records = np.zeros(len(slots), record_of(action_BKA.shape[1]))
+        result = Steps.of(records)
         for row, slot in enumerate(slots):
             self._step(result, row, slot, action_BKA[row])
         wrong = ~(self._finite(slots) | result.failed)
         for row in wrong.nonzero()[0].tolist():
             self._give_up(slots[row], "nan", "the observation is not finite")
             result.fail(row)
-        return result
+        return records
 
     def render(self, slots: Sequence[int]) -> list[Array | None]:
         """Pictures for people, uint8 [H, W, 3] each; None where there is no episode."""

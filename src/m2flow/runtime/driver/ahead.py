@@ -3,16 +3,26 @@
 Ray and the lanes' processes take seconds to come up, and so do a launcher's own imports, data and
 warm-up; none of them needs the other. What goes wrong with the lanes is raised when they are asked
 for.
+
+Imports are not done beside each other: of modules that import each other, two threads that begin at
+different ends are given some that are not done. So the lanes' own wait until the launcher says that
+it has imported what it shares with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
 from typing import TYPE_CHECKING, Self
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.runtime.driver.cluster import RayCluster, starts_here
+from m2flow.runtime.driver.template import LaneTemplate, any_process_does
 from m2flow.runtime.transport.sweeping import check_shared_memory
+
+IMPORT_SECONDS = 600.0
+"""The launcher says within that time that it has imported, or the lanes begin without its word."""
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pool import LanePool
@@ -35,7 +45,14 @@ class LanesAhead:
     ) -> None:
         check_shared_memory()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lanes ahead")
-        self._pool: Future[LanePool] = self._thread.submit(_start, lanes, modules, spares)
+        self._imported = Event()
+        self._pool: Future[LanePool] = self._thread.submit(
+            _start, lanes, modules, spares, self._imported
+        )
+
+    def go_on(self) -> None:
+        """Say that the launcher has imported `m2flow.runtime`, as far as it needs it."""
+        self._imported.set()
 
     def pool(self) -> LanePool:
         """The lanes, as soon as they are up.
@@ -44,22 +61,23 @@ class LanesAhead:
             UserError: the cluster has no room for the lanes.
             RunFailed: they did not start in time.
         """
+        self.go_on()
         return self._pool.result()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.go_on()
         if self._pool.exception() is None:
             # On the thread that connected to Ray: from another one, Ray waits 5 s for it.
             self._thread.submit(self._pool.result().__exit__, *error).result()
         self._thread.shutdown()
 
 
-def _start(lanes: Sequence[LaneSpec], modules: Sequence[str], spares: int) -> LanePool:
-    from m2flow.runtime.driver.cluster import RayCluster, starts_here
-    from m2flow.runtime.driver.template import LaneTemplate, any_process_does
-
+def _start(
+    lanes: Sequence[LaneSpec], modules: Sequence[str], spares: int, imported: Event
+) -> LanePool:
     forks = starts_here() and any(map(any_process_does, lanes))
     template = LaneTemplate(modules) if forks else None
     try:
@@ -69,6 +87,7 @@ def _start(lanes: Sequence[LaneSpec], modules: Sequence[str], spares: int) -> La
             template.close()
         raise
 
+    imported.wait(IMPORT_SECONDS)
     from m2flow.runtime.driver.pool import LanePool  # torch comes along
 
     pool = LanePool(lanes, cluster=cluster, spares=spares, template=template)

@@ -99,6 +99,8 @@ def train(
         with _lanes_ahead(recipe, mode, lanes, workload.modules) as ahead:
             from m2flow.workloads.common.run import Training
 
+            if ahead is not None:
+                ahead.go_on()
             experiment = workload.experiment(recipe)  # imports torch: seconds
             training = Training(
                 experiment,
