@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart quickstart-embodied dev test test-browser test-chaos test-sandbox bubblewrap chromium egl vulkan test-loggers test-vllm test-simulators test-maniskill test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test test-browser test-chaos test-slow test-sandbox bubblewrap chromium egl vulkan test-loggers test-vllm test-simulators test-maniskill test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -85,6 +85,11 @@ test-vllm: $(if $(filter $(VENV)-vllm/%,$(VLLM_PYTHON)),$(VENV)-vllm/.installed)
 # Where networks cannot be cut, or small disks mounted, tests fail (M2FLOW_CHAOS_RESULT) instead of being skipped.
 test-chaos: $(VENV)/.installed-dev ## whole runs of which somebody is killed, stopped or cut off; what became of each seed (an hour; wants namespaces)
 	M2FLOW_CHAOS_RESULT=benchmarks/results/chaos.json $(BIN)/python -m pytest -m slow tests/chaos $(ARGS)
+
+# Those of chaos, fuzz, examples and TRL have targets of their own.
+test-slow: $(VENV)/.installed-dev ## slow tests: oracles at full size, layouts, resumed runs; what became of each (half an hour)
+	M2FLOW_SLOW_RESULT=benchmarks/results/slow.json $(BIN)/python -m pytest -m "slow and not gpu and not vllm" \
+	  $(addprefix --ignore=tests/,chaos fuzz examples peers) $(ARGS)
 
 test-fuzz: $(VENV)/.installed-dev ## files and messages with mutated bytes, 25,000 of each kind (a quarter of an hour)
 	M2FLOW_FUZZ_RESULT=benchmarks/results/fuzz.json $(BIN)/python -m pytest -m slow tests/fuzz $(ARGS)

@@ -23,6 +23,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 PAGES = (
     PROJECT / "README.md",
     PROJECT / "docs" / "explanation" / "measured.md",
+    PROJECT / "docs" / "explanation" / "analytic-profiles.md",
     PROJECT / "docs" / "explanation" / "comparison.md",
     PROJECT / "recipes" / "README.md",
 )
@@ -133,6 +134,17 @@ def groups() -> Table:
         rows.append((IN_TURNS[name], *cells, f"{1e3 * saved['predicted']:,.0f}",
                      f"{1e3 * saved['measured']:,.0f}", f"{found['noise_floor']:.0%}"))  # fmt: skip
     return "workload | 1 group | 2 | 4 | saved by 2, predicted | measured | noise", rows
+
+
+def never_fitted() -> Table:
+    """Published figures of other systems that no price was fitted to."""
+    rows = [
+        (f"{source}: {what}", f"{predicted:,.3g}", f"{published:,.3g}", f"{ratio:.2f}", assumed)
+        for source, what, predicted, published, ratio, assumed in read("paper_tables")["results"][
+            "never_fitted"
+        ]
+    ]
+    return "figure | predicted | published | ratio | assumed", rows
 
 
 def emulated() -> Table:
@@ -516,6 +528,7 @@ TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
     "modes": (partial(modes, "modes", "modes_recipes"), ("modes", "modes_recipes")),
     "embodied": (partial(modes, "embodied"), ("embodied",)),
     "groups": (groups, ("embodied",)),
+    "never_fitted": (never_fitted, ("paper_tables",)),
     "emulated": (emulated, ("emulated_16", "emulated_128")),
     "emulated_aims": (emulated_aims, ("emulated_16", "emulated_128")),
     "peers": (peers, ("peers_trl",)),

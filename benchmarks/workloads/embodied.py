@@ -13,8 +13,6 @@ the policy's lane.
 
 from __future__ import annotations
 
-import importlib.util
-
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 from workloads.common import LEARNING_RATE, Workload
@@ -38,12 +36,10 @@ def _labour(rounds: int) -> dict[str, object]:
 
 
 def fast() -> Workload:
-    """32 rollouts of 64 steps; without Gymnasium, of a table that is drawn."""
-    there = importlib.util.find_spec("gymnasium") is not None
-    name = "gymnasium:CartPole-v1" if there else "table:red"
+    """32 rollouts of 64 steps."""
     return _workload(
         "fast",
-        environment={"name": name},
+        environment={"name": "gymnasium:CartPole-v1"},
         rollouts_per_step=32,
         rollout={"horizon": 64},
         update={"epochs": 4, "minibatches": 4},

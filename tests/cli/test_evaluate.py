@@ -139,8 +139,38 @@ def test_figures_for_people(run: Path, problems: Path, m2flow: M2flow) -> None:
     names = [line.split()[0] for line in lines]
     assert names == [
         "accuracy", "accuracy_low", "accuracy_high", "pass@1", "pass@2", "maj@2", "mean_tokens",
-        "truncated_share", "seconds",
+        "truncated_share", "failed_share", "seconds",
     ]  # fmt: skip
+
+
+def test_a_table_of_several_data_sets(run: Path, problems: Path, m2flow: M2flow) -> None:
+    other = shutil.copy(problems, "others.jsonl")
+    words = ["--data", problems, "--data", other, "--markdown", *LANES, *SHORT]
+    outcome = m2flow("eval", run / "warmup", *words)
+    assert outcome.code == 0, outcome.err
+    header, _, *rows = outcome.out.splitlines()
+    assert "accuracy" in header
+    assert [row.split("|")[1].strip() for row in rows] == ["problems", "others", "mean"]
+    assert rows[0].replace("problems", "others").split("|")[2] == rows[1].split("|")[2]
+
+
+def test_a_reward_of_ones_own(run: Path, problems: Path, m2flow: M2flow, refused: Refused) -> None:
+    """One that fails for some answers: these count as wrong, and are told."""
+    Path("strict.py").write_text(
+        "def graded(prompt, completion, completion_ids, row):\n"
+        "    if int(row['answer']) % 2:\n"
+        "        raise ValueError('odd')\n"
+        "    return 1.0\n"
+    )
+    answers = [int(json.loads(line)["answer"]) for line in problems.read_text().splitlines()]
+    odd = sum(answer % 2 for answer in answers) / len(answers)
+    assert 0 < odd < 1
+    figures = evaluated(m2flow, run / "warmup", problems, "--reward", "strict:graded")
+    assert figures["failed_share"] == pytest.approx(odd)
+    assert figures["accuracy"] == pytest.approx(1 - odd)
+    line = refused("eval", run / "warmup", "--data", problems, *LANES, "--reward", "strict:grade")
+    assert line.startswith("--reward")
+    assert "did you mean 'graded'" in line
 
 
 # Mistakes

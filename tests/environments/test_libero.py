@@ -74,6 +74,22 @@ def test_every_suite_says_its_states_limits_and_sentences(libero, suite):
     assert suite in LiberoEnvironment.tasks()
 
 
+def test_suites_of_which_files_are_absent_are_not_offered(libero):
+    """The list of suites that comes with the package has some of which it brings no task."""
+    from libero.libero.benchmark.libero_suite_task_map import libero_task_map
+
+    from m2flow.environments.libero import LiberoEnvironment
+
+    offered = {name for name in LiberoEnvironment.tasks() if "/" not in name}
+    assert offered < set(libero_task_map)
+    assert "libero_spatial_env" in set(libero_task_map) - offered
+    for suite in sorted(offered):
+        spec = LiberoEnvironment(suite, 0).spec
+        assert len(spec.tasks) == len(libero_task_map[suite])
+    with pytest.raises(UserError, match=r"'libero_spatial_env'.*did you mean"):
+        make_environments("libero:libero_spatial_env", 1, pixels=0)
+
+
 @pytest.mark.slow
 def test_only_the_cameras_that_are_asked_for_are_observed(libero):
     from m2flow.environments.libero import LiberoEnvironment

@@ -377,6 +377,15 @@ def test_nan_is_found() -> None:
     assert titles(rows) == {"loss/policy was not finite"}
 
 
+def test_what_the_run_was_alarmed_about_is_found() -> None:
+    alarms = [{"step": 3, "alarm": "log-probabilities are 2 apart in the mean"}]
+    record = RunRecord(RunDirectory("."), run={"alarms": alarms}, metrics=[row(1)])
+    (found,) = findings(record)
+    assert (found.level, found.title, found.detail) == (
+        "warn", "Told at step 3", "log-probabilities are 2 apart in the mean"
+    )  # fmt: skip
+
+
 def test_groups_without_signal_and_truncation_are_found() -> None:
     rows = [row(s, zero_variance_share=0.9, health__truncated_share=0.5) for s in range(12)]
     assert titles(rows) == {"Most groups carry no signal", "Many answers are cut off"}

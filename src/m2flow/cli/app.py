@@ -288,6 +288,13 @@ def evaluate(
             "those of the run MODEL is from."
         ),
     ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            help="What scores answers, such as code or module:function; by default what the run "
+            "MODEL is from has trained by, if that is one function, else math."
+        ),
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many problems, or episodes.")
     ] = None,
@@ -382,6 +389,7 @@ def evaluate(
         cache_gb=cache_gb,
         layout=layout,
         stop=None if stop is None else tuple(stop),
+        reward=reward,
         limit=limit,
         seed=seed,
         question_column=question_column,

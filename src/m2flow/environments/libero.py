@@ -104,17 +104,24 @@ class LiberoEnvironment(Environment):
 
     @staticmethod
     def tasks() -> list[str]:
-        """All suites, and "suite/number" of each of their tasks.
+        """All suites whose files are there, and "suite/number" of each of their tasks.
 
         Raises:
             UserError: the assets are absent.
         """
         _check_assets()
+        from libero.libero import get_libero_path
         from libero.libero.benchmark.libero_suite_task_map import libero_task_map
+
+        def files(kind: str, suite: str) -> set[str]:
+            return {
+                file.name.partition(".")[0] for file in Path(get_libero_path(kind), suite).glob("*")
+            }
 
         return [
             name
             for suite, tasks in libero_task_map.items()
+            if files("bddl_files", suite) & files("init_states", suite) >= set(tasks)
             for name in (suite, *(f"{suite}/{number}" for number in range(len(tasks))))
         ]
 

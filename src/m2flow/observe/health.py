@@ -1,6 +1,6 @@
 """What looks wrong in a run: the findings that a person would otherwise make after a night.
 
-Promises: each check looks at the recorded figures alone, says in a sentence what it found, where,
+Promises: each check looks at what is recorded alone, says in a sentence what it found, where,
 and what usually helps; no finding means that all checks passed. Health figures are recognised by
 a word in their key (`zero_variance`, `truncated`), whoever writes them.
 """
@@ -27,6 +27,7 @@ CHECKED = (
     "samples without a reward",
     "reward and held-out accuracy",
     "measured against predicted time",
+    "alarms of the run",
     "unreadable lines",
 )
 
@@ -71,6 +72,7 @@ def findings(record: RunRecord) -> list[Finding]:
             "Raise the limit of new tokens, or shape the reward by length.",
         ),
         *_drift(record),
+        *_told(record),
     ]
     return sorted(found, key=lambda finding: finding.level != "bad")
 
@@ -132,6 +134,12 @@ def _share(
             yield Finding(
                 "warn", title, f"{share} over the last {len(recent)} steps ({key}): {explanation}"
             )
+
+
+def _told(record: RunRecord) -> Iterator[Finding]:
+    """What the run itself has said is wrong, such as a gap between engine and trainer."""
+    for one in record.run.get("alarms", ()):
+        yield Finding("warn", f"Told at step {one['step']}", str(one["alarm"]))
 
 
 def _drift(record: RunRecord) -> Iterator[Finding]:

@@ -258,17 +258,19 @@ def test_scales_are_read_as_openpi_writes_them(tmp_path: Path) -> None:
     from m2flow.models.policies.flow_matching import _with_scales
 
     options = FlowOptions(action_size=3)
-    assert _with_scales(tmp_path, options) == options
+    assert _with_scales(tmp_path, options, 8) == options
     figures = {"mean": [0.5] * 8, "std": [2.0] * 8}
     content = {"norm_stats": {"actions": figures, "state": figures}}
     (tmp_path / "norm_stats.json").write_text(json.dumps(content))
-    found = _with_scales(tmp_path, options)
+    found = _with_scales(tmp_path, options, 8)
     assert (found.action_mean, found.action_std) == ((0.5,) * 3, (2.0,) * 3)
     assert len(found.state_std or ()) == 8
+    with pytest.raises(UserError, match=r"another size than those.*3 figures, or 32 with padding"):
+        _with_scales(tmp_path, options, 32)
     del content["norm_stats"]["state"]
     (tmp_path / "norm_stats.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"has no state\.mean"):
-        _with_scales(tmp_path, options)
+        _with_scales(tmp_path, options, 8)
 
 
 def test_lora_trains_adapters_and_the_projections_of_actions_and_states() -> None:

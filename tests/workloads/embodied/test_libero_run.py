@@ -20,6 +20,8 @@ from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.embodied.evaluation import examine
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 from m2flow.workloads.embodied.workers.source import WEIGHTS
+from tests.cli.conftest import run_command
+from tests.runtime.local_cluster import local_cluster
 
 if find_spec("libero") is None:
     pytest.skip('needs the extra "libero"', allow_module_level=True)
@@ -106,3 +108,21 @@ def test_recipes_run_on_the_real_simulator(name: str, tmp_path: Path) -> None:
     tasks = [key for key in figures if key.startswith("success/")]
     assert tasks == ["success/libero_spatial/0", "success/libero_spatial/5"]
     assert figures["success_low"] <= figures["success"] <= figures["success_high"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_command_trains_on_lanes_as_it_is(tmp_path: Path) -> None:
+    """Mode `auto`, simulators in processes of the lanes; episodes shorter than the recipe's."""
+    if not any(found.works for found in rendering.backends() if found.name != "vulkan"):
+        pytest.skip("needs EGL or OSMesa")
+    short = ("environment.options.max_episode_steps=16", "rollout.horizon=16")
+    with local_cluster(2):
+        words = ("model=tiny", "steps=2", "lanes=cpu:2", *short, "--run-dir", tmp_path / "run")
+        done = run_command("train", GRPO, *words)
+    assert done.code == 0, done.err
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(rows[-1])
+    assert (last["episodes/failed"], last["environment_steps"]) == (0, 4 * 16)
+    assert last["train/grad_norm"] > 0
+    assert (tmp_path / "run" / "films" / "step_000002_0.webp").stat().st_size > 500

@@ -14,8 +14,11 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.models.work import decoding
 from m2flow.plan import build_plan
+from m2flow.plan.profile.analytic import analytic_profile
+from m2flow.plan.profile.clusters import lane_specs, parse_cluster
 from m2flow.plan.profile.hardware import device_named
 from m2flow.plan.profile.work import FlowWork, total
+from m2flow.plan.simulate import simulate
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.workload import Assumed
 from m2flow.workloads.embodied.bodies import body_of
@@ -97,6 +100,15 @@ def test_seven_billion_parameters_fit_an_accelerator(name: str) -> None:
     assert any("a step of" in line for line in work.assumptions)
 
 
+def test_simulators_are_in_the_account_of_host_memory() -> None:
+    """64 rollouts in 12 processes on each lane, and 12 in as many."""
+    for count, size in ((512, 12 * 1.2e9 + 64 * 0.7e9), (96, 12 * 1.9e9)):
+        work = priced("openvla-oft-grpo-libero-spatial", f"rollouts_per_step={count}")
+        ((_, held),) = work.workers["simulator"].hosted
+        assert total(held) == pytest.approx(size)
+        assert f"{size / 1e9:.3g} GB of host memory" in " ".join(work.assumptions)
+
+
 def test_seven_billion_trained_parameters_are_divided() -> None:
     """In full they fit no accelerator alone; what is priced is what the learner declares."""
     name, changes = "openvla-oft-grpo-libero-spatial", ("policy.lora_rank=0",)
@@ -161,7 +173,7 @@ def test_predicted_plans_of_published_models_are_those_of_the_readme(name: str) 
     )
     assert found is not None, done.out
     mode, seconds, stage, share, memory = found.groups()
-    row = f"| `{name}.yaml` | {seconds} | `{stage}`, {share} % | {memory} of 72 GB | {mode} |"
+    row = f"| `{name}.yaml` | {seconds} | `{stage}`, {share} % | {memory} of 72 GB | {mode}"
     assert row in (RECIPES / "README.md").read_text()
 
 
@@ -208,3 +220,19 @@ def test_collocated_loops_are_fused(count: int) -> None:
     graph = recipe_flow(read_recipe(RECIPE)).trace()  # type: ignore[arg-type]
     lanes = [LaneSpec(number) for number in range(count)]
     assert fused_loops(graph, build_plan("collocated", graph, lanes, 4))
+
+
+def test_pictures_are_paid_for_where_they_travel() -> None:
+    """A loop over two lanes hands the pictures of each turn on; on one lane they stay."""
+
+    def links(mode: str, pixels: int) -> float:
+        environment = {"name": "table:red", "options": {"pixels": pixels}}
+        recipe: Any = read_recipe({**RECIPE, "environment": environment, "policy": {"kind": "cnn"}})
+        graph, cluster = recipe_flow(recipe).trace(), parse_cluster("1x2xCPU")
+        prices, count = WORKLOAD.prices(recipe, graph, Assumed()), recipe.items_per_step
+        profile = analytic_profile(graph, cluster, prices, count)
+        plan = build_plan(mode, graph, lane_specs(cluster), count)
+        return float(simulate(graph, plan, profile, count).terms["links"])
+
+    assert links("hybrid", 1024) > 10 * links("hybrid", 24)
+    assert links("collocated", 1024) < links("hybrid", 24)

@@ -231,6 +231,21 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 @needs_vla
+def test_parts_of_a_checkpoint_that_would_not_be_read_are_refused(tmp_path: Path) -> None:
+    """The network alone says nothing that it was trained to say."""
+    folder = checkpoint(tmp_path / "model", regresses=True)
+    line = refused({"model": folder})
+    assert "was trained with its action_head" in line
+    assert line.startswith("policy.head: ")
+    assert "expected l1" in line
+    line = refused({"model": folder, "policy.kind": "openvla", "policy.chunk": 1})
+    assert "expected openvla-oft" in line
+    (tmp_path / "model" / "proprio_projector--150000_checkpoint.pt").touch()
+    line = refused({"model": folder, "policy.head": "l1"})
+    assert line.startswith("policy.proprioception: ")
+
+
+@needs_vla
 def test_checkpoints_of_another_family_are_refused(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model")
     line = refused({"model": folder, "policy.kind": "pi0"})
@@ -241,13 +256,3 @@ def test_checkpoints_of_another_family_are_refused(tmp_path: Path) -> None:
     line = refused({"model": folder})
     assert "another family" in line
     assert "set policy.kind to pi0" in line
-
-
-def test_nothing_to_draw_with_is_said_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from m2flow.workloads.embodied import experiment
-
-    def nothing(name: str, options: Any) -> None:
-        raise UserError("nothing can draw pictures here", key="rendering", hint="install OSMesa")
-
-    monkeypatch.setattr(experiment, "variables_of", nothing)
-    assert "install OSMesa" in refused({})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ import pytest
 from m2flow.errors import UserError
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import Examination
-from m2flow.workloads.reasoning.evaluation import accuracy, answered, majority, model_folder
+from m2flow.workloads.reasoning import evaluation
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.evaluation import (
+    accuracy,
+    answered,
+    as_trained,
+    majority,
+    model_folder,
+)
 from m2flow.workloads.reasoning.workers import ModelSource
 
 Answered = tuple[list[list[float]], dict[str, float]]
@@ -81,6 +90,17 @@ def test_lengths(evaluate: Evaluate) -> None:
     assert 1 < longer["mean_tokens"] <= 6
     assert longer["truncated_share"] < 1
     assert longer["seconds"] > 0
+
+
+def test_answers_are_scored_as_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Examination(Path("model"), None)
+    assert as_trained(asked, None).reward == "math"
+    monkeypatch.setattr(evaluation, "run_of", lambda _: Path("run"))
+    for given, by in ((None, "math"), ("code", "code"), (["math", "code"], "math")):
+        recipe = ReasoningRecipe.model_validate({"reward": given})
+        monkeypatch.setattr(evaluation, "recipe_of", lambda _, recipe=recipe: recipe)
+        assert as_trained(asked, None).reward == by
+    assert as_trained(replace(asked, reward="mine:own"), None).reward == "mine:own"
 
 
 def test_lanes_may_share_a_model(evaluate: Evaluate) -> None:

@@ -357,7 +357,8 @@ def load_pi0(folder: str | Path, options: FlowOptions, dtype: torch.dtype) -> Fl
     from tokenizers import Tokenizer
 
     path = checked_folder(folder)
-    family = read_json(path / "config.json", "the architecture")["model_type"]
+    raw = read_json(path / "config.json", "the architecture")
+    family = raw["model_type"]
     if family != "pi0":
         raise UserError(
             "a checkpoint of another family of models",
@@ -368,14 +369,21 @@ def load_pi0(folder: str | Path, options: FlowOptions, dtype: torch.dtype) -> Fl
         )
     if not (path / "tokenizer.json").is_file():
         raise UserError("tokenizer.json is missing", key=str(path), hint="PaliGemma's is meant")
-    options = _with_scales(path, options)
+    options = _with_scales(path, options, raw.get("max_action_dim", PADDED))
     weight_files(path)  # refuses where they are not in safetensors
     model = from_folder(_pi0_class(), path, dtype=dtype, use_safetensors=True)
     return FlowMatchingPolicy(model, Tokenizer.from_file(str(path / "tokenizer.json")), options)
 
 
-def _with_scales(folder: Path, options: FlowOptions) -> FlowOptions:
-    """Return the options with the scales of the folder's `norm_stats.json` where it has one."""
+PADDED = 32
+"""Figures of an action that pi0 decides on, where its configuration does not say."""
+
+
+def _with_scales(folder: Path, options: FlowOptions, padded: int) -> FlowOptions:
+    """Return the options with the scales of the folder's `norm_stats.json` where it has one.
+
+    Those of actions may be padded, as the actions are, to so many figures.
+    """
     if options.action_mean is not None or not (folder / "norm_stats.json").is_file():
         return options
     content = read_json(folder / "norm_stats.json", "the scale of actions")
@@ -391,11 +399,19 @@ def _with_scales(folder: Path, options: FlowOptions) -> FlowOptions:
                 expected=f"statistics of actions and state, not of {', '.join(statistics)}",
             ) from None
 
-    size = options.action_size  # they may be padded as the actions are
+    size = options.action_size
+    mean, std = scale("actions", "mean"), scale("actions", "std")
+    if len(mean) not in (size, padded) or len(std) != len(mean):
+        raise UserError(
+            "actions have another size than those that the checkpoint was trained on",
+            key=f"{folder}/norm_stats.json",
+            value=len(mean),
+            expected=f"{size} figures, or {padded} with padding",
+        )
     return replace(
         options,
-        action_mean=scale("actions", "mean")[:size],
-        action_std=scale("actions", "std")[:size],
+        action_mean=mean[:size],
+        action_std=std[:size],
         state_mean=scale("state", "mean"),
         state_std=scale("state", "std"),
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from m2flow.engine.plan import Plan
 from m2flow.errors import CannotWrite, M2FlowError, RunFailed, Stopped, UserError, writing
@@ -16,7 +16,7 @@ from m2flow.observe.jsonl import write_atomically
 from m2flow.observe.machine import describe_machine, package_versions
 from m2flow.observe.metrics_log import MetricsLog
 from m2flow.observe.progress import Progress
-from m2flow.observe.run_directory import RunDirectory, held, read_metrics
+from m2flow.observe.run_directory import RunDirectory, held, read_document, read_metrics
 from m2flow.observe.timeline import Timeline
 from m2flow.plan.file import to_json
 from m2flow.runtime.driver.journal import Journal
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 GIVE_UP_SECONDS = 10.0
 """Longest that lanes may take to stop where the step at hand is given up."""
+
+ALARMS_KEPT = 50
+"""The first so many alarms of a run stand in its `run.json`."""
 
 EVALUATED = "eval/seconds"
 """What the row of a step has after an evaluation, whatever the workload."""
@@ -86,7 +89,8 @@ class Training:
         self._publishing: dict[str, str] = {}
         self._changes = 0
         self._losses = self._returns = 0
-        self._alarms: set[str] = set()
+        self._kept_alarms: list[dict[str, Any]] = []  # of the run that goes on
+        self._alarms: dict[str, int] = {}  # to the step that each was first told of
         self._journal: Journal | None = None
         self._stopping = stopping
         self._done = self._saved = self.first_step
@@ -172,6 +176,8 @@ class Training:
         directory = RunDirectory.create(self.run_dir, recipe.name, resume=self.resumed)
         if self.resumed:
             directory.cut_after(self._last_kept_step)
+            before = (read_document(directory.run) or {}).get("alarms", [])
+            self._kept_alarms = [one for one in before if one["step"] <= self._last_kept_step]
         else:
             self._held.enter_context(held(directory.path))
         directory.write_config(recipe.model_dump(mode="json"))
@@ -187,6 +193,7 @@ class Training:
             process=this_process(),
             ended=None,
             why=None,
+            alarms=self._kept_alarms,
         )
         self._directory = directory
         return directory
@@ -330,13 +337,21 @@ class Training:
         self._keep_skipped(step, result, figures)
         if why := too_many(result.notes):
             raise NotFinite(why)
-        for alarm in dict.fromkeys((*self.experiment.alarms(result), *result.notes)):
-            if alarm not in self._alarms or alarm.startswith(NOT_TAKEN):
-                self._alarms.add(alarm)
-                self.progress.note(f"step {step}: {alarm}")
+        self._tell(step, (*self.experiment.alarms(result), *result.notes))
         self.timeline.add(step, result.spans, result.started, result.started + result.seconds)
         self.progress.update(step, figures)
         return figures
+
+    def _tell(self, step: int, alarms: Iterable[str]) -> None:
+        """Say what a step alarms about, and has not before; the report says it too."""
+        known = len(self._alarms)
+        for alarm in dict.fromkeys(alarms):
+            if alarm not in self._alarms or alarm.startswith(NOT_TAKEN):
+                self._alarms.setdefault(alarm, step)
+                self.progress.note(f"step {step}: {alarm}")
+        if len(self._alarms) > known:
+            told = [{"step": when, "alarm": what} for what, when in self._alarms.items()]
+            self._begun().write_run(alarms=(self._kept_alarms + told)[:ALARMS_KEPT])
 
     def _lanes_lost(self, run: Run) -> dict[str, float]:
         """Say which lanes were lost, and which are back; how often that was so far."""

@@ -73,6 +73,8 @@ class Examination:
         layout: how lanes share a model, as `layouts.generator`; None where each holds all of it.
         stop: strings that end an answer, as `generation.stop`; None for those of the run that the
             model is a checkpoint of, if it is one.
+        reward: the function that scores answers, as `reward`; None for the one that the run has
+            trained by of which the model is a checkpoint, else for `math`.
         limit: only the first so many questions; or so many episodes.
         seed: fixes what is drawn.
         question_column, answer_column: of the file, as those of `data`; None for the usual names.
@@ -95,6 +97,7 @@ class Examination:
     cache_gb: float | None = None
     layout: str | None = None
     stop: Sequence[str] | None = None
+    reward: str | None = None
     limit: int | None = None
     seed: int = 0
     question_column: str | None = None

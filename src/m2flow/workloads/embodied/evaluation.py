@@ -22,6 +22,7 @@ EPISODES = 100
 def examine(asked: Examination) -> dict[str, Any]:
     """Success, with a confidence interval, that of each task, and return of a checkpoint's policy.
 
+    Of episodes that came to an end; `failed` counts those that were given up.
     The environment is that of the run; of a published model it is that of the recipe which
     `asked.data` names. Seeds follow from `asked.seed`, and not from the run's.
 
@@ -60,6 +61,7 @@ def examine(asked: Examination) -> dict[str, Any]:
         "success_low": low,
         "success_high": high,
         **{f"success/{task}": share for task, share in tasks.items() if len(tasks) > 1},
+        "failed": figures["eval/failed"],
         "success_at_end": figures["eval/success_at_end"],
         "return": figures["eval/return"],
         "length": figures["eval/length"],

@@ -180,7 +180,8 @@ class EmbodiedExperiment:
             return {}
         names = {"episodes/success_once": "eval/success", "episodes/return": "eval/return",
                  "episodes/success": "eval/success_at_end", "episodes/length": "eval/length",
-                 "episodes/finished": "eval/episodes"}  # fmt: skip
+                 "episodes/finished": "eval/episodes",
+                 "episodes/failed": "eval/failed"}  # fmt: skip
         return {ours: figures[name] for name, ours in names.items()}
 
     def success_by_task(self, starts: Batch, result: StepResult) -> dict[str, float]:

@@ -71,27 +71,31 @@ MINIBATCH_SECONDS = 0.4e-3
 
 @dataclass(frozen=True)
 class Simulating:
-    """What one simulator takes, in seconds of a core.
+    """What one simulator takes, in seconds of a core, and in bytes of the host's memory.
 
     Attributes:
         step: of physics.
         picture: that a core draws; `drawn` where an accelerator does.
         reset: of the beginning of an episode.
+        process_bytes: of a process without an environment.
+        environment_bytes: of each environment in it.
     """
 
     step: float
     picture: float
     drawn: float
     reset: float
+    process_bytes: float
+    environment_bytes: float
 
 
 SIMULATORS = {
-    "libero": Simulating(8.5e-3, 60e-3, 4e-3, 1.0),
-    "maniskill": Simulating(1.2e-3, 28e-3, 4e-3, 0.1),
-    "metaworld": Simulating(0.5e-3, 10e-3, 2e-3, 5e-3),
-    "envpool": Simulating(0.2e-3, 0.0, 0.0, 30e-3),
-    "gymnasium": Simulating(20e-6, 1e-3, 1e-3, 50e-6),
-    "table": Simulating(20e-6, 0.1e-3, 0.1e-3, 0.1e-3),
+    "libero": Simulating(8.5e-3, 60e-3, 4e-3, 1.0, 1.2e9, 0.7e9),
+    "maniskill": Simulating(1.2e-3, 28e-3, 4e-3, 0.1, 1.0e9, 0.1e9),
+    "metaworld": Simulating(0.5e-3, 10e-3, 2e-3, 5e-3, 0.2e9, 10e6),
+    "envpool": Simulating(0.2e-3, 0.0, 0.0, 30e-3, 0.1e9, 10e6),
+    "gymnasium": Simulating(20e-6, 1e-3, 1e-3, 50e-6, 60e6, 1e6),
+    "table": Simulating(20e-6, 0.1e-3, 0.1e-3, 0.1e-3, 60e6, 1e6),
 }
 """By family. Steps and pictures of a core were measured (LIBERO with 128 pixels, ManiSkill by
 lavapipe, EnvPool with Meta-World); those that an accelerator draws are guesses."""
@@ -155,7 +159,10 @@ class EmbodiedRecipeWork:
             f"{self._picture * 1e3:g} ms to draw a picture",
             f"{self._processes} simulators work at a time on a {self.device.kind} lane",
             f"every rollout has {self._turns} turns",
+            f"{self._simulators_bytes['simulators'] / 1e9:.3g} GB of host memory for simulators",
         ]
+        if self._pictures and self._on_gpu:
+            found.append(f"{RENDERER_BYTES / 1e9:g} GB of a gpu for each process that draws")
         if self.recipe.algorithm.further_draws:
             found.append("every further draw is of all groups: the most that it can take")
         if self.body is not None:
@@ -182,6 +189,22 @@ class EmbodiedRecipeWork:
         if given is not None:
             return max(1, given)
         return CORES_BESIDE_GPU if self._on_gpu else 1
+
+    @property
+    def _hosted(self) -> int:
+        """Environments on a lane, where all lanes have as many."""
+        return -(-self.recipe.rollouts_per_step // self.lanes)
+
+    @property
+    def _hosting(self) -> int:
+        """Processes that they are in."""
+        return min(self._processes, self._hosted)
+
+    @property
+    def _simulators_bytes(self) -> dict[str, float]:
+        one = self.simulating
+        size = self._hosting * one.process_bytes + self._hosted * one.environment_bytes
+        return {"simulators": size}
 
     @property
     def _turns(self) -> int:
@@ -370,8 +393,8 @@ class EmbodiedRecipeWork:
     def _worker(self, name: str) -> WorkerWork:
         if name == "simulator":
             drawn = self._pictures and self._on_gpu
-            held = {"renderers": RENDERER_BYTES * self._processes} if drawn else 0.0
-            return WorkerWork([(ONE_LANE, held)])
+            held = {"renderers": RENDERER_BYTES * self._hosting} if drawn else 0.0
+            return WorkerWork([(ONE_LANE, held)], hosted=[(ONE_LANE, self._simulators_bytes)])
         if name not in ("actor", "learner"):  # a pure function
             return WorkerWork(())
         if self.body is None:

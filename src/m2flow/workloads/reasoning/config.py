@@ -220,7 +220,11 @@ PRETRAINED: dict[str, dict[str, Any]] = {
     "optimizer": {"learning_rate": 1e-6},
     "training": {"tokens_per_microbatch": 16384},
 }
-"""What is not said of a run that starts from a model's folder: sizes of real models and answers."""
+"""What is not said of a run that starts from a model's folder: sizes of real models and answers.
+
+One learning rate for all sizes: DAPO trains 32 billion parameters with it (arXiv 2503.14476), and
+it is veRL's default for any model.
+"""
 
 LEARNING_RATE_OF_ADAPTERS = 2e-5
 """In place of that of `PRETRAINED`, where adapters alone are trained."""

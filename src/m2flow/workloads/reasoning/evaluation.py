@@ -17,7 +17,6 @@ from m2flow.generation.supported import ENGINES, check_installed
 from m2flow.plan import parse_lanes, with_memory
 from m2flow.rewards.final_answer import extract_answer
 from m2flow.rewards.number import read_number
-from m2flow.rewards.reward import WeightedReward
 from m2flow.rewards.symbolic import canonical
 from m2flow.workloads.common.examining import examined
 from m2flow.workloads.common.resume import recipe_of, run_of
@@ -30,6 +29,8 @@ from m2flow.workloads.reasoning.data import (
     read_problems,
 )
 from m2flow.workloads.reasoning.encoding import Names, chat_of, context_of, encode
+from m2flow.workloads.reasoning.named import loaded
+from m2flow.workloads.reasoning.reward_sections import RewardPart
 from m2flow.workloads.reasoning.rows import TO_HOLD_OUT
 from m2flow.workloads.reasoning.supported import check_generation
 from m2flow.workloads.reasoning.tasks import Problem
@@ -66,12 +67,13 @@ def examine(asked: Examination) -> dict[str, Any]:
 
 
 def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
-    """Draw answers of the model to the problems of the file, and score them by `math_reward`.
+    """Draw answers of the model to the problems of the file, and score them by `asked.reward`.
 
     Returns:
-        For each problem the rewards of its answers; and the temperature, the share of problems
-        that most answers are right about, the answers' mean length, the share that did not end by
-        themselves, and the seconds of generation and scoring.
+        For each problem the rewards of its answers, 0 of those that could not be scored; and the
+        temperature, the share of problems that most answers are right about, the answers' mean
+        length, the share that did not end by themselves, the share that could not be scored, and
+        the seconds of generation and scoring.
 
     Raises:
         UserError: model or data are missing or wrong, or a prompt does not fit.
@@ -81,6 +83,8 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     tokenizer, context = source.tokenizer(), context_of(source.path)
     settings = as_trained(asked, context)
     assert settings.max_new_tokens is not None and settings.temperature is not None
+    assert settings.reward is not None
+    rewards_by = loaded([RewardPart(function=settings.reward)], "--reward")
     options = settings.chat_options
     chat = chat_of(tokenizer, settings.chat, settings.system_prompt, options, key="--chat")
     problems = _problems(settings)
@@ -104,7 +108,7 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
             stop=settings.stop or (),
             chat_options=None if chat is None else options,
         ),
-        verifier=Verifier(source, (WeightedReward("math"),)),
+        verifier=Verifier(source, rewards_by),
     )
     result = examined(flow, batch, lanes, asked.layout, "generator")
     rewards, output = result.output["reward"], result.output
@@ -122,6 +126,7 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
         f"maj@{asked.samples}": sum(right) / len(right),
         "mean_tokens": sum(output["num_tokens"]) / len(output),
         "truncated_share": sum(r != "stop" for r in output["finish_reason"]) / len(output),
+        "failed_share": sum(map(bool, output["failure"])) / len(output),
         "seconds": result.seconds,
     }
     return [[rewards[row] for row in rows] for rows in groups], figures
@@ -211,8 +216,12 @@ def as_trained(asked: Examination, context: int | None) -> Examination:
     """
     run = run_of(asked.model)
     recipe = None if run is None else recipe_of(run)
-    usual: dict[str, Any] = {"chat_options": {}, "temperature": float(asked.samples > 1)}
+    usual: dict[str, Any] = {
+        "chat_options": {}, "temperature": float(asked.samples > 1), "reward": "math",
+    }  # fmt: skip
     if isinstance(recipe, ReasoningRecipe):
+        if recipe.reward is not None and len(recipe.reward) == 1:
+            usual["reward"] = recipe.reward[0].function
         data, generation = recipe.data, recipe.generation
         own = "{question}" if data.task == "addition" else DEFAULT_TEMPLATE
         usual |= {

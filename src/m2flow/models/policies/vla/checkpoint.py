@@ -56,6 +56,8 @@ def load_openvla(
     options = options or VLAOptions()
     path = checked_folder(folder)
     load_config(path).statistics(options.statistics)  # refused before weights are read
+    for part in ("action_head", "proprio_projector"):
+        _refuse_unread(path, part, "kind", "openvla", "openvla-oft")
     model, tokenizer = _load_model(path, dtype)
     policy = OpenVLAPolicy(model, tokenizer, options)
     _load_value_head(policy, Path(folder))
@@ -85,6 +87,11 @@ def load_openvla_oft(
     path = checked_folder(folder)
     options = options or VLAOptions(chunk=8)
     statistics = load_config(path).statistics(options.statistics)
+    if not proprioception:
+        _refuse_unread(path, "proprio_projector", "proprioception", False, "true")
+    if head != "l1":
+        hint = "to be trained it wants to decode tokens, as Haozhan72/Openvla-oft-SFT-* do"
+        _refuse_unread(path, "action_head", "head", head, "l1, which evaluates it", hint)
     model, tokenizer = _load_model(path, dtype)
     projector = l1_head = None
     if proprioception:
@@ -98,6 +105,20 @@ def load_openvla_oft(
     policy = OpenVLAOFTPolicy(model, tokenizer, options, projector, l1_head)
     _load_value_head(policy, path)
     return policy
+
+
+def _refuse_unread(
+    folder: Path, part: str, key: str, value: object, expected: str, hint: str | None = None
+) -> None:
+    """Refuse a checkpoint that was trained with a part which the policy would not read."""
+    if any(folder.glob(f"{part}*")):
+        raise UserError(
+            f"{folder} was trained with its {part}, which would not be read",
+            key=f"policy.{key}",
+            value=value,
+            expected=expected,
+            hint=hint,
+        )
 
 
 def build_empty(config: VLAConfig) -> OpenVLA:

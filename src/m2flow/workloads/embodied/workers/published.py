@@ -154,7 +154,8 @@ def _pi0(
             seed=seed,
         )
     policy = load_pi0(folder, options, getattr(torch, section.dtype))
-    _check_state(spec, policy.model.config.max_state_dim, exactly=False)
+    most, scaled = policy.model.config.max_state_dim, len(policy.options.state_mean or ())
+    _check_state(spec, most if scaled in (0, most) else scaled, exactly=scaled not in (0, most))
     return policy
 
 
