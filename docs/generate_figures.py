@@ -136,6 +136,17 @@ def groups() -> Table:
     return "workload | 1 group | 2 | 4 | saved by 2, predicted | measured | noise", rows
 
 
+def stepping_aside() -> Table:
+    """Milliseconds in which environments of a lane make way and come back."""
+    parts = ("save", "free", "make", "restore")
+    rows = [
+        (f"`{name}`", f"{found['megabytes given back']:,.0f}",
+         *(f"{found[f'milliseconds to {part}']:,.0f}" for part in parts))
+        for name, found in read("embodied_aside")["results"]["stepping_aside"].items()
+    ]  # fmt: skip
+    return "eight in two processes | MB given back | ms to save | to end | to make | to go on", rows
+
+
 def never_fitted() -> Table:
     """Published figures of other systems that no price was fitted to."""
     rows = [
@@ -528,6 +539,7 @@ TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
     "modes": (partial(modes, "modes", "modes_recipes"), ("modes", "modes_recipes")),
     "embodied": (partial(modes, "embodied"), ("embodied",)),
     "groups": (groups, ("embodied",)),
+    "stepping_aside": (stepping_aside, ("embodied_aside",)),
     "never_fitted": (never_fitted, ("paper_tables",)),
     "emulated": (emulated, ("emulated_16", "emulated_128")),
     "emulated_aims": (emulated_aims, ("emulated_16", "emulated_128")),

@@ -92,13 +92,14 @@ class Simulating:
 SIMULATORS = {
     "libero": Simulating(8.5e-3, 60e-3, 4e-3, 1.0, 1.2e9, 0.7e9),
     "maniskill": Simulating(1.2e-3, 28e-3, 4e-3, 0.1, 1.0e9, 0.1e9),
-    "metaworld": Simulating(0.5e-3, 10e-3, 2e-3, 5e-3, 0.2e9, 10e6),
+    "metaworld": Simulating(0.5e-3, 10e-3, 2e-3, 5e-3, 0.12e9, 0.18e9),
     "envpool": Simulating(0.2e-3, 0.0, 0.0, 30e-3, 0.1e9, 10e6),
-    "gymnasium": Simulating(20e-6, 1e-3, 1e-3, 50e-6, 60e6, 1e6),
-    "table": Simulating(20e-6, 0.1e-3, 0.1e-3, 0.1e-3, 60e6, 1e6),
+    "gymnasium": Simulating(20e-6, 1e-3, 1e-3, 50e-6, 21e6, 1e4),
+    "table": Simulating(20e-6, 0.1e-3, 0.1e-3, 0.1e-3, 19e6, 1e4),
 }
 """By family. Steps and pictures of a core were measured (LIBERO with 128 pixels, ManiSkill by
-lavapipe, EnvPool with Meta-World); those that an accelerator draws are guesses."""
+lavapipe, EnvPool with Meta-World); those that an accelerator draws are guesses. Memory was
+measured, of Meta-World with pictures, but for ManiSkill and EnvPool, where it is a guess."""
 
 
 def _of_numbers(work: Work, number_bytes: int) -> Work:
