@@ -123,7 +123,7 @@ LOGPROB = st.floats(-4, 0) | st.floats(-60, 0)
 TOKEN = st.tuples(LOGPROB, LOGPROB, LOGPROB, LOGPROB, st.floats(-2, 2), st.floats(0, 3))
 
 
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=1000)
 @hypothesis.given(
     sequences=st.lists(st.lists(TOKEN, max_size=4), min_size=1, max_size=4).filter(any),
     aggregation=st.sampled_from(

@@ -172,7 +172,7 @@ def test_weights_against_a_loop(level: RatioLevel, rule: GapRule) -> None:
             assert found[t] == pytest.approx(min(weight, 1.8))
 
 
-@settings(max_examples=300)
+@settings(max_examples=1000)
 @given(
     sequences=st.lists(st.lists(st.tuples(LOGPROB, LOGPROB), max_size=5), min_size=1, max_size=4),
     level=st.sampled_from(["token", "sequence"]),

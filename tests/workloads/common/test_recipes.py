@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 
 from m2flow.workloads.common import workload_named
 from m2flow.workloads.common.reading import read_recipe
+from tests.cli.conftest import run_command
 
-RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+FOLDER = Path(__file__).parents[3] / "recipes"
+RECIPES = sorted(FOLDER.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -49,3 +52,40 @@ def test_what_lanes_import_ahead_holds_all_workers(name: str) -> None:
     assert workers <= set(imported)
     assert has_read_patterns or name == "quickstart-embodied"
     assert can_be_forked
+
+
+SIZED = re.findall(
+    r"^\| `([\w.-]+)`(?: \(below\))? \| `(\w[\w-]+)` \| ([\d.]+) "
+    r"\| (\w+), (\d+) % \| (\d+) of (\d+) GB \|$",
+    (FOLDER / "README.md").read_text(),
+    re.MULTILINE,
+)
+"""Recipe, cluster, seconds a step, what takes most of them, share, and gigabytes, of each row."""
+
+WORDS = {
+    "generation": "generator.generate",
+    "turns": "generator.turn",
+    "training": "learner.train",
+}
+
+
+def test_every_sized_recipe_has_a_row() -> None:
+    assert len(SIZED) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", SIZED, ids=[row[0] for row in SIZED])
+def test_predicted_plans_of_sized_recipes_are_those_of_the_readme(row: tuple[str, ...]) -> None:
+    name, cluster, seconds, word, share, memory, limit = row
+    done = run_command("plan", FOLDER / name, "--cluster", cluster)
+    assert done.code == 0, done.err
+    found = re.search(
+        r"^plan: \w+, \d+ lanes, ([\d.]+) s .*?^bottleneck: (\S+) ?.*?\((\d+)%\)"
+        r".*?^memory: at most ([\d.]+) GB of ([\d.]+) GB",
+        done.out,
+        re.DOTALL | re.MULTILINE,
+    )
+    assert found is not None, done.out
+    assert float(found[1]) == float(seconds)
+    assert (found[2].rstrip(","), found[3]) == (WORDS[word], share)
+    assert [f"{float(size):.0f}" for size in (found[4], found[5])] == [memory, limit]
