@@ -141,6 +141,8 @@ class Toy:
         self.lanes = {lane.id: ToyLane() for lane in self.case.plan.lanes}
         self.old: list[Event] = []
         self.folds: list[Fold] = []
+        self.dropped = set[tuple[int, int]]()
+        """By lane and call, what is folded in and dropped again before anything else happens."""
         self.versions = {
             (edge.source, edge.target, lane): first_step
             for edge in self.graph.weight_edges
@@ -284,9 +286,10 @@ class Toy:
                     assert command.version >= last, f"{target} goes back to version {last}"
                     self.versions[source, target, lane] = command.version
                     self.order(lane, command)
+                case DropFolded():
+                    self.drop(command)
                 case (
                     AbortCall()
-                    | DropFolded()
                     | ReleaseItems()
                     | RunCall()
                     | FeedCall()
@@ -297,6 +300,17 @@ class Toy:
                     if isinstance(command, RunCall | FeedCall):
                         self.check_versions(command)
         return None
+
+    def drop(self, command: DropFolded) -> None:
+        """Lanes drop what they have folded in, and what calls before this in their queues will."""
+        where = command.step, command.node
+        for lane in command.lanes:
+            self.void(lane, where)
+            self.dropped |= {
+                (lane, order.call)
+                for order in self.lanes[lane].orders
+                if isinstance(order, RunCall) and (order.step, order.node) == where
+            }
 
     def install_what_was_there(self, lane: int) -> None:
         """A lane that is up again has its weights installed before anybody hears of it."""
@@ -380,8 +394,6 @@ class Toy:
                 except Missing as error:
                     begun = self.dice.random() < 0.5
                     toy.said.append(CallFailed(order.call, lane, error, toy.epoch, begun))
-            case DropFolded(node=node, step=step):
-                self.void(lane, (step, node))
             case FeedCall():
                 if toy.stream is not None and toy.stream.call == order.call:
                     try:
@@ -444,7 +456,7 @@ class Toy:
         leaving: tuple[int, ...] = ()
         if node.loop is not None:
             leaving = tuple(i for i in outputs if command.fused or self.leaves(node, step, i))
-        if node.accumulates:
+        if node.accumulates and (lane, command.call) not in self.dropped:
             self.folds.append(Fold(lane, command, items))
         size = self.costs.item_bytes(node) * len(outputs)
         if outputs:

@@ -10,7 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from m2flow.flow import loop
+from m2flow.engine.directory import ANYWHERE, Homes
+from m2flow.engine.ledger import StageLedger
+from m2flow.flow import SOURCE, loop
+from m2flow.flow.graph import StageNode
 from tests.engine.chaos import ANYTHING, SCHEDULES, Toy, Wishes, without_memory
 from tests.engine.random_cases import Case, cases
 from tests.engine.test_engine import graph_of, plan_of
@@ -51,6 +54,27 @@ def test_weights_of_a_step_that_overtakes_another_one_wait_for_it(seed: int) -> 
     )
     plan = plan_of({"a": [0], "b": [0], "c": [1]}, max_staleness=1, fuse_loops=False)
     assert Toy(Case(graph, plan, 1, 3, seed), Wishes(), seed).run() is None
+
+
+def test_a_skipped_unit_that_is_done_again_waits_for_what_is_gone_alone() -> None:
+    """Recalled rollouts that were folded in on a lane that is lost, whose maker reads two stages.
+
+    What arrives for a unit that need not be done was not noted: done again, it waited for ever.
+    """
+    node = StageNode(
+        *(2, "actor.act", "actor", "act", (SOURCE, 1), "item", False, False, False, False),
+        *(1, 1, 1, 1, None, {}),
+    )
+    ledger = StageLedger(node, 1, lambda _: ANYWHERE, Homes({}, [1]))
+    ledger.skip([0])
+    for stream in node.inputs:
+        assert not ledger.arrive(stream, [0])
+    ledger.reopen(0)
+    assert ledger.ready() == 1, "both are there"
+    ledger.depart(1, [0])
+    assert ledger.ready() == 0
+    assert ledger.arrive(1, [0])
+    assert ledger.ready() == 1
 
 
 @pytest.mark.slow

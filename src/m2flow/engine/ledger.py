@@ -118,7 +118,7 @@ class StageLedger:
             for place, item in enumerate(items):
                 assert 0 <= item < self.num_items, f"{self.node.name} has no item {item}"
                 unit = item // size
-                if arrived[item] or status[unit] == DONE:
+                if arrived[item]:
                     continue
                 arrived[item] = 1
                 missing[unit] -= 1
@@ -231,7 +231,10 @@ class StageLedger:
                 self._lengths.pop(unit, None)
 
     def skip(self, units: Sequence[int]) -> None:
-        """Units that wait for their first input need not be done: their outputs are there."""
+        """Units that wait for their first input need not be done: their outputs are there.
+
+        Inputs that arrive for them are noted, should they be reopened.
+        """
         for unit in units:
             assert self._status[unit] == WAITING, f"{self.node.name}: {unit} has begun"
             self._status[unit] = LEASED
