@@ -87,7 +87,7 @@ test-chaos: $(VENV)/.installed-dev ## whole runs of which somebody is killed, st
 	M2FLOW_CHAOS_RESULT=benchmarks/results/chaos.json $(BIN)/python -m pytest -m slow tests/chaos $(ARGS)
 
 # Those of chaos, fuzz, examples and TRL have targets of their own.
-test-slow: $(VENV)/.installed-dev ## slow tests: oracles at full size, layouts, resumed runs; what became of each (half an hour)
+test-slow: $(VENV)/.installed-dev ## slow tests: oracles at full size, layouts, resumed runs; what became of each (an hour or more)
 	M2FLOW_SLOW_RESULT=benchmarks/results/slow.json $(BIN)/python -m pytest -m "slow and not gpu and not vllm" \
 	  $(addprefix --ignore=tests/,chaos fuzz examples peers) $(ARGS)
 

@@ -149,8 +149,13 @@ def stepping_aside() -> Table:
 
 def never_fitted() -> Table:
     """Published figures of other systems that no price was fitted to."""
+
+    def short(value: float) -> str:
+        rounded = float(f"{value:.3g}")
+        return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:g}"
+
     rows = [
-        (f"{source}: {what}", f"{predicted:,.3g}", f"{published:,.3g}", f"{ratio:.2f}", assumed)
+        (f"{source}: {what}", short(predicted), short(published), f"{ratio:.2f}", assumed)
         for source, what, predicted, published, ratio, assumed in read("paper_tables")["results"][
             "never_fitted"
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import sys
@@ -77,6 +78,19 @@ def run_command(*words: object) -> Outcome:
         sys.argv = argv
     code = stopped.value.code
     return Outcome(code if isinstance(code, int) else 0, out.getvalue(), err.getvalue())
+
+
+def predicted_plan(printed: str) -> tuple[str, ...]:
+    """Of a plan that was printed: mode, seconds a step, what takes most of it and its share in per
+    cent, gigabytes of the fullest lane, and of its limit."""
+    found = re.search(
+        r"^plan: (\w+), \d+ lanes, ([\d.]+) s .*?^bottleneck: ([\w.]+)\b.*?\((\d+)%\)"
+        r".*?^memory: at most ([\d.]+) GB of ([\d.]+) GB",
+        printed,
+        re.DOTALL | re.MULTILINE,
+    )
+    assert found is not None, printed
+    return found.groups()
 
 
 @pytest.fixture(scope="session")

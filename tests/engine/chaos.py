@@ -305,6 +305,7 @@ class Toy:
         """Lanes drop what they have folded in, and what calls before this in their queues will."""
         where = command.step, command.node
         for lane in command.lanes:
+            assert lane not in self.engine._state.lost, "an order for a lost lane"
             self.void(lane, where)
             self.dropped |= {
                 (lane, order.call)

@@ -380,6 +380,10 @@ def test_nan_is_found() -> None:
 def test_what_the_run_was_alarmed_about_is_found() -> None:
     alarms = [{"step": 3, "alarm": "log-probabilities are 2 apart in the mean"}]
     record = RunRecord(RunDirectory("."), run={"alarms": alarms}, metrics=[row(1)])
+    spoiled = [{"step": "3"}, "words", {"step": 4, "alarm": None}]
+    for run in ({"alarms": [*alarms, *spoiled]}, {"alarms": "words"}, {"alarms": None}):
+        told = findings(RunRecord(RunDirectory("."), run=run, metrics=[row(1)]))
+        assert len(told) == isinstance(run["alarms"], list)
     (found,) = findings(record)
     assert (found.level, found.title, found.detail) == (
         "warn", "Told at step 3", "log-probabilities are 2 apart in the mean"

@@ -33,7 +33,7 @@ def test_lanes_are_there_when_they_are_asked_for_and_end_with_it() -> None:
     assert not pool._folder.exists()
 
 
-@pytest.mark.parametrize("says", [LanesAhead.go_on, LanesAhead.pool])
+@pytest.mark.parametrize("says", [LanesAhead.may_import, LanesAhead.pool])
 def test_nothing_is_imported_while_the_launcher_imports(
     says: Callable[[LanesAhead], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

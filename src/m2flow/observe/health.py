@@ -14,6 +14,7 @@ from typing import Literal
 
 from m2flow.observe.formatting import number, percent, seconds
 from m2flow.observe.record import EVALUATION, RunRecord, as_number
+from m2flow.observe.run_directory import alarms_of
 
 Level = Literal["bad", "warn"]
 
@@ -138,8 +139,8 @@ def _share(
 
 def _told(record: RunRecord) -> Iterator[Finding]:
     """What the run itself has said is wrong, such as a gap between engine and trainer."""
-    for one in record.run.get("alarms", ()):
-        yield Finding("warn", f"Told at step {one['step']}", str(one["alarm"]))
+    for one in alarms_of(record.run):
+        yield Finding("warn", f"Told at step {one['step']}", one["alarm"])
 
 
 def _drift(record: RunRecord) -> Iterator[Finding]:

@@ -200,6 +200,18 @@ class RunDirectory:
         return cut_after_step(self.metrics, step) + cut_after_step(self.samples, step)
 
 
+def alarms_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a `run.json` says that the run was alarmed about: `step` and `alarm` of each."""
+    found = run.get("alarms")
+    return [
+        one
+        for one in (found if isinstance(found, list) else ())
+        if isinstance(one, dict)
+        and isinstance(one.get("step"), int)
+        and isinstance(one.get("alarm"), str)
+    ]
+
+
 def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
     """The metrics of a run, one row per step in order; lines of one step are merged."""
     return merge_steps(read_rows(RunDirectory(directory).metrics).rows)

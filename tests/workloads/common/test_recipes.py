@@ -12,7 +12,7 @@ import pytest
 
 from m2flow.workloads.common import workload_named
 from m2flow.workloads.common.reading import read_recipe
-from tests.cli.conftest import run_command
+from tests.cli.conftest import predicted_plan, run_command
 
 FOLDER = Path(__file__).parents[3] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
@@ -79,13 +79,7 @@ def test_predicted_plans_of_sized_recipes_are_those_of_the_readme(row: tuple[str
     name, cluster, seconds, word, share, memory, limit = row
     done = run_command("plan", FOLDER / name, "--cluster", cluster)
     assert done.code == 0, done.err
-    found = re.search(
-        r"^plan: \w+, \d+ lanes, ([\d.]+) s .*?^bottleneck: (\S+) ?.*?\((\d+)%\)"
-        r".*?^memory: at most ([\d.]+) GB of ([\d.]+) GB",
-        done.out,
-        re.DOTALL | re.MULTILINE,
-    )
-    assert found is not None, done.out
-    assert float(found[1]) == float(seconds)
-    assert (found[2].rstrip(","), found[3]) == (WORDS[word], share)
-    assert [f"{float(size):.0f}" for size in (found[4], found[5])] == [memory, limit]
+    _, taken, most, its_share, *sizes = predicted_plan(done.out)
+    assert float(taken) == float(seconds)
+    assert (most, its_share) == (WORDS[word], share)
+    assert [f"{float(size):.0f}" for size in sizes] == [memory, limit]

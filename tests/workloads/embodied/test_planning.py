@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from m2flow.workloads.common.workload import Assumed
 from m2flow.workloads.embodied.bodies import body_of
 from m2flow.workloads.embodied.flow import recipe_flow
 from m2flow.workloads.embodied.workload import WORKLOAD
-from tests.cli.conftest import run_command
+from tests.cli.conftest import predicted_plan, run_command
 from tests.runtime.local_cluster import local_cluster
 
 RECIPE = {
@@ -165,14 +164,8 @@ def test_only_workers_hold_weights() -> None:
 def test_predicted_plans_of_published_models_are_those_of_the_readme(name: str) -> None:
     done = run_command("plan", RECIPES / f"{name}.yaml", "--cluster", "1x8xH100")
     assert done.code == 0, done.err
-    found = re.search(
-        r"^plan: (\w+), 8 lanes, ([\d.]+) s .*?^bottleneck: (\S+), .*?\((\d+)%\)"
-        r".*?^memory: at most ([\d.]+) GB of 72 GB",
-        done.out,
-        re.DOTALL | re.MULTILINE,
-    )
-    assert found is not None, done.out
-    mode, seconds, stage, share, memory = found.groups()
+    mode, seconds, stage, share, memory, limit = predicted_plan(done.out)
+    assert limit == "72"
     row = f"| `{name}.yaml` | {seconds} | `{stage}`, {share} % | {memory} of 72 GB | {mode}"
     assert row in (RECIPES / "README.md").read_text()
 

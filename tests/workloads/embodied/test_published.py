@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,6 +229,25 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "expected 2" in refused({"model": checkpoint(tmp_path / "seven", actions=7)})
     line = refused({"model": checkpoint(tmp_path / "wide", end=3.0)})
     assert "bounds of actions do not fit" in line
+
+
+@needs_vla
+@pytest.mark.parametrize(("scaled", "fits"), [(0, True), (32, True), (2, True), (7, False)])
+def test_pi0_knows_how_large_its_states_were(
+    scaled: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from m2flow.models.policies import flow_matching
+
+    loaded: Any = torch.nn.Module()
+    loaded.model = torch.nn.Module()
+    loaded.model.config = SimpleNamespace(max_state_dim=32)
+    loaded.options = SimpleNamespace(state_mean=(0.0,) * scaled)
+    monkeypatch.setattr(flow_matching, "load_pi0", lambda *_: loaded)
+    changes = {"model": str(tmp_path), "policy": {"kind": "pi0", "chunk": 2, "lora_rank": 0}}
+    if fits:
+        EmbodiedExperiment(read_recipe(TABLE, changes))
+    else:
+        assert "state has another size" in refused(changes)
 
 
 @needs_vla

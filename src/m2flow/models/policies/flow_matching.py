@@ -369,13 +369,13 @@ def load_pi0(folder: str | Path, options: FlowOptions, dtype: torch.dtype) -> Fl
         )
     if not (path / "tokenizer.json").is_file():
         raise UserError("tokenizer.json is missing", key=str(path), hint="PaliGemma's is meant")
-    options = _with_scales(path, options, raw.get("max_action_dim", PADDED))
+    options = _with_scales(path, options, raw.get("max_action_dim", PADDED_SIZE))
     weight_files(path)  # refuses where they are not in safetensors
     model = from_folder(_pi0_class(), path, dtype=dtype, use_safetensors=True)
     return FlowMatchingPolicy(model, Tokenizer.from_file(str(path / "tokenizer.json")), options)
 
 
-PADDED = 32
+PADDED_SIZE = 32
 """Figures of an action that pi0 decides on, where its configuration does not say."""
 
 

@@ -50,7 +50,7 @@ class LanesAhead:
             _start, lanes, modules, spares, self._imported
         )
 
-    def go_on(self) -> None:
+    def may_import(self) -> None:
         """Say that the launcher has imported `m2flow.runtime`, as far as it needs it."""
         self._imported.set()
 
@@ -61,14 +61,14 @@ class LanesAhead:
             UserError: the cluster has no room for the lanes.
             RunFailed: they did not start in time.
         """
-        self.go_on()
+        self.may_import()
         return self._pool.result()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.go_on()
+        self.may_import()
         if self._pool.exception() is None:
             # On the thread that connected to Ray: from another one, Ray waits 5 s for it.
             self._thread.submit(self._pool.result().__exit__, *error).result()

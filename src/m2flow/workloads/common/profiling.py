@@ -52,7 +52,7 @@ def profile_of(
     workload = workload_of(recipe)
     workload.check_here(recipe)
     with LanesAhead(_with_reserved(recipe, lanes), workload.modules) as ahead:
-        ahead.go_on()
+        ahead.may_import()
         experiment = workload.experiment(recipe)
         if experiment.makes_model:  # it is kept for the next time
             experiment.prepare(cache_folder() / "models" / workload.model_name(recipe), progress)

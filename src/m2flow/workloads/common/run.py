@@ -16,7 +16,13 @@ from m2flow.observe.jsonl import write_atomically
 from m2flow.observe.machine import describe_machine, package_versions
 from m2flow.observe.metrics_log import MetricsLog
 from m2flow.observe.progress import Progress
-from m2flow.observe.run_directory import RunDirectory, held, read_document, read_metrics
+from m2flow.observe.run_directory import (
+    RunDirectory,
+    alarms_of,
+    held,
+    read_document,
+    read_metrics,
+)
 from m2flow.observe.timeline import Timeline
 from m2flow.plan.file import to_json
 from m2flow.runtime.driver.journal import Journal
@@ -176,7 +182,7 @@ class Training:
         directory = RunDirectory.create(self.run_dir, recipe.name, resume=self.resumed)
         if self.resumed:
             directory.cut_after(self._last_kept_step)
-            before = (read_document(directory.run) or {}).get("alarms", [])
+            before = alarms_of(read_document(directory.run) or {})
             self._kept_alarms = [one for one in before if one["step"] <= self._last_kept_step]
         else:
             self._held.enter_context(held(directory.path))

@@ -100,7 +100,7 @@ def train(
             from m2flow.workloads.common.run import Training
 
             if ahead is not None:
-                ahead.go_on()
+                ahead.may_import()
             experiment = workload.experiment(recipe)  # imports torch: seconds
             training = Training(
                 experiment,

@@ -192,19 +192,21 @@ class EmbodiedRecipeWork:
         return CORES_BESIDE_GPU if self._on_gpu else 1
 
     @property
-    def _hosted(self) -> int:
+    def _environments(self) -> int:
         """Environments on a lane, where all lanes have as many."""
         return -(-self.recipe.rollouts_per_step // self.lanes)
 
     @property
-    def _hosting(self) -> int:
+    def _processes_started(self) -> int:
         """Processes that they are in."""
-        return min(self._processes, self._hosted)
+        return min(self._processes, self._environments)
 
     @property
     def _simulators_bytes(self) -> dict[str, float]:
         one = self.simulating
-        size = self._hosting * one.process_bytes + self._hosted * one.environment_bytes
+        size = (
+            self._processes_started * one.process_bytes + self._environments * one.environment_bytes
+        )
         return {"simulators": size}
 
     @property
@@ -394,7 +396,7 @@ class EmbodiedRecipeWork:
     def _worker(self, name: str) -> WorkerWork:
         if name == "simulator":
             drawn = self._pictures and self._on_gpu
-            held = {"renderers": RENDERER_BYTES * self._hosting} if drawn else 0.0
+            held = {"renderers": RENDERER_BYTES * self._processes_started} if drawn else 0.0
             return WorkerWork([(ONE_LANE, held)], hosted=[(ONE_LANE, self._simulators_bytes)])
         if name not in ("actor", "learner"):  # a pure function
             return WorkerWork(())

@@ -155,7 +155,10 @@ def _pi0(
         )
     policy = load_pi0(folder, options, getattr(torch, section.dtype))
     most, scaled = policy.model.config.max_state_dim, len(policy.options.state_mean or ())
-    _check_state(spec, most if scaled in (0, most) else scaled, exactly=scaled not in (0, most))
+    if scaled in (0, most):  # no scales, or padded ones
+        _check_state(spec, most, exactly=False)
+    else:
+        _check_state(spec, scaled, exactly=True)
     return policy
 
 
