@@ -269,8 +269,8 @@ EMBODIED = {
     "processor does, or `lanczos`, as published evaluations on LIBERO do beforehand",
     "policy.temperature": "of the distribution that action tokens are drawn from",
     "policy.dtype": "of a checkpoint's weights",
-    "policy.lora_rank": "train only adapters of this rank (of `pi0` its action and state "
-    "projections in full too); 0 trains everything",
+    "policy.lora_rank": "train only adapters of this rank (beside them, in full, the projections "
+    "of states and, of `pi0`, of actions); 0 trains everything",
     "policy.proprioception": "`openvla-oft`: the policy reads the robot's state too",
     "policy.head": "`openvla-oft`: actions from bins, or by the checkpoint's L1 regression head, "
     "which can be evaluated and not trained",

@@ -302,6 +302,9 @@ def test_a_profile_file(tiny: Path, m2flow: M2flow) -> None:
         (["--profile", "none.json", "lanes=cpu:2"], "profile: there is no such profile"),
         (["--cluster", "1x2xCPU", "--mode", "hybird"], "mode: is wrong (got 'hybird')"),
         (["--max-staleness", "-1"], "Invalid value for '--max-staleness'"),
+        (["--cluster", "1x2xCPU", "--prompt-tokens", "-5"], "Invalid value for '--prompt-tokens'"),
+        (["--cluster", "1x2xCPU", "--answer-tokens", "nan"], "--answer-tokens: is not finite"),
+        (["--cluster", "1x2xCPU", "--prompt-tokens", "inf"], "--prompt-tokens: is not finite"),
     ],
 )
 def test_refusals(tiny: Path, refused: Callable[..., str], words: list[Any], error: str) -> None:

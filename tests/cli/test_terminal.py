@@ -77,6 +77,12 @@ def test_quiet_prints_the_run_directory_alone(tiny: Path, talkative: None, m2flo
 
 def test_one_way_to_tell(tiny: Path, refused: Callable[..., str]) -> None:
     assert "give one of the two" in refused("train", tiny, "--quiet", "--json")
+    for words in (["--mode", "hybrid"], ["mode=hybrid"]):
+        told = refused("train", tiny, *words, "--plan", "plan.json")
+        assert "mode: --plan plan.json says how to run already (got 'hybrid')" in told
+    assert refused("doctor", "run", "--links").startswith("--links: is of this machine")
+    for word in ("--quiet", "--json"):
+        assert f"{word}: changes nothing of --dry-run" in refused("train", tiny, "--dry-run", word)
 
 
 def test_the_version(m2flow: M2flow) -> None:

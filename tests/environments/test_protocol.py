@@ -113,6 +113,19 @@ def test_a_restored_episode_goes_on_as_it_would_have(walk, restores):
     assert other.step(actions(1, 1), [1]).failed.all(), "no episode was begun there"
 
 
+def test_an_environment_that_cannot_draw_itself_goes_on(walk):
+    class Undrawn(walk):
+        def render(self):
+            raise RuntimeError("no OpenGL here")
+
+    vector = SerialEnvironments(Undrawn, 1)
+    vector.reset(None, [0])
+    with pytest.raises(UserError, match=r"cannot draw itself.*no OpenGL here"):
+        vector.render([0])
+    assert not vector.step(actions(1, 1)).failed.any()
+    assert not sum(vector.failures.values())
+
+
 def test_what_a_simulator_raises_costs_its_episode(toys, tmp_path):
     vector = SerialEnvironments(partial(toys.Faulty, str(tmp_path)), 2)
     vector.reset(None, [0, 1])

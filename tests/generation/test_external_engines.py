@@ -25,10 +25,11 @@ import torch
 
 from m2flow.errors import ProcessEnded, RunFailed, UserError
 from m2flow.generation import external_engine, external_process
-from m2flow.generation.external_engine import ExternalEngine, Started
+from m2flow.generation.external_engine import ExternalEngine, Started, with_single_experts
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Completion, Request, SamplingParams
 from m2flow.generation.sglang_engine import SGLangEngine
+from m2flow.generation.supported import check_experts
 from m2flow.generation.vllm_engine import BATCHED_TOKENS, VLLMEngine
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import character_tokenizer
@@ -438,3 +439,28 @@ def test_without_the_package_it_says_how_to_get_it(
     words = rf"generation\.engine: {KINDS[name].label} is not installed.*m2flow\[{name}\]"
     with pytest.raises(UserError, match=words):
         KINDS[name](str(folder), version=0)
+
+
+def test_experts_are_handed_over_one_by_one() -> None:
+    """By the names of published checkpoints, which other engines know."""
+    gate_up, down = torch.arange(48.0).view(2, 6, 4), torch.arange(24.0).view(2, 4, 3)
+    block = "model.layers.0.mlp.experts"
+    plain = {"model.embed_tokens.weight": torch.zeros(2, 2)}
+    given = {**plain, f"{block}.gate_up_proj": gate_up, f"{block}.down_proj": down}
+    found = with_single_experts(given)
+    wanted = {
+        f"{block}.{e}.{part}.weight": tensor
+        for e in range(2)
+        for part, tensor in (
+            ("gate_proj", gate_up[e, :3]), ("up_proj", gate_up[e, 3:]), ("down_proj", down[e]),
+        )
+    }  # fmt: skip
+    assert found.keys() == {*plain, *wanted}
+    assert all(found[name].equal(tensor) for name, tensor in wanted.items())
+
+
+def test_experts_of_other_names_are_refused() -> None:
+    check_experts({"model_type": "qwen3_moe", "num_experts": 8})
+    check_experts({"model_type": "qwen3"})
+    with pytest.raises(UserError, match=r"qwen3_moe, or generation\.engine: native"):
+        check_experts({"model_type": "mixtral", "num_local_experts": 8})

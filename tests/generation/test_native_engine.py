@@ -572,3 +572,15 @@ def test_a_completion_that_has_begun_goes_on_as_it_would_have(cells: int | None)
         assert completion.finish_reason == there.finish_reason
         assert completion.token_versions[:count].eq(3).all()
         assert completion.token_versions[count:].eq(7).all()
+
+
+def test_prompts_of_running_requests_are_held_once() -> None:
+    """In the cache, within its budget: what their prefill made goes when nobody waits for it."""
+    engine = engine_with(cache_bytes=100 * CELL_BYTES)
+    empty = engine.state_bytes()
+    engine.submit([request(i, [i] * 20, new=4) for i in range(2)])
+    engine.submit([request(2 + i, [3] * 20, new=4) for i in range(2)])
+    engine.step()
+    assert engine.num_running == 4
+    assert not engine._prefixes._kept
+    assert engine.state_bytes() - empty < 110 * CELL_BYTES

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from m2flow.errors import UserError
+from m2flow.generation.supported import check_supported
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
 from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
 from m2flow.runtime.lane.state import resident_bytes
@@ -228,3 +230,28 @@ def test_a_model_on_its_way_elsewhere_takes_no_memory_of_its_own(tmp_path: Path)
         assert (taken > 0.8 * size) if own_memory else (taken < 0.2 * size), (taken, size)
         assert all(torch.equal(model.state_dict()[name], one) for name, one in expected.items())
         del model
+
+
+def test_a_head_of_its_own_is_refused_where_the_configuration_ties_it(folder: Path) -> None:
+    """transformers computes with it, and engines, which go by the configuration, would not."""
+    config = json.loads((folder / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    load_model(folder, torch.float32)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1.0
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"head of their own.*tie_word_embeddings to false"):
+        load_model(folder, torch.float32)
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert load_model(folder, torch.float32).lm_head.weight.equal(tensors["lm_head.weight"])
+
+
+def test_quantized_weights_are_refused(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    quantized = {**config, "quantization_config": {"quant_method": "awq"}}
+    (folder / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(UserError, match=r"quantized \(awq\).*bfloat16"):
+        load_model(folder, torch.float32)
+    with pytest.raises(UserError, match=r"quantized \(awq\)"):
+        check_supported(quantized)

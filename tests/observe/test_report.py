@@ -397,6 +397,13 @@ def test_groups_without_signal_and_truncation_are_found() -> None:
     assert titles(rows) == set()
 
 
+def test_who_has_failed_is_told_apart() -> None:
+    rows = [{**row(s), "reward/failed_share": 0.1} for s in range(12)]
+    assert titles(rows) == {"Samples could not be judged"}
+    rows = [{**row(s), "tools/failed_share": 0.1} for s in range(12)]
+    assert titles(rows) == {"Trajectories were given up"}
+
+
 def test_a_reward_that_falls_or_stands_still_is_found() -> None:
     falling = [row(s, reward__mean=1 - s / 50) for s in range(40)]
     assert titles(falling) == {"The reward is falling"}

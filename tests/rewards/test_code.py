@@ -125,3 +125,10 @@ def test_a_recipe_names_them() -> None:
 )
 def test_form(prompt: str, completion: str, expected: float) -> None:
     assert format_reward(prompt, completion, [], {}) == expected
+
+
+def test_where_the_chat_template_opens_the_thoughts_they_go_on() -> None:
+    """The prompt is what the user said; its end is what the model goes on from."""
+    row = {"prompt_end": "<|im_start|>assistant\n<think>\n"}
+    assert format_reward("Solve it.", "a</think><answer>b</answer>", [], row) == 1.0
+    assert format_reward("Solve it.", "<think>a</think><answer>b</answer>", [], row) == 0.0

@@ -413,3 +413,28 @@ def test_a_gym_scorer_s_exception_is_no_reward_of_zero(monkeypatch: pytest.Monke
         "reward gym raised ZeroDivisionError"
         in weighted_sum([WeightedReward("gym")], judged).failures[0]
     )
+
+
+def one(prompt: str, completion: str, completion_ids: Any, row: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.2, 0.1), (0.6, 0.3, 0.1), (0.1,) * 10])
+def test_weights_that_come_to_one_give_one(weights: tuple[float, ...]) -> None:
+    """Added one after the other they come to less, and every full reward would count as wrong."""
+    assert weighted_sum([WeightedReward(one, weight) for weight in weights], JUDGED).rewards == [
+        1,
+        1,
+    ]
+
+
+def test_a_generator_of_rewards_has_a_deadline() -> None:
+    @batched
+    def waits(*columns: Any) -> Iterator[float]:
+        time.sleep(30)
+        yield from (1.0, 1.0)
+
+    begun = time.monotonic()
+    found = weighted_sum([WeightedReward(waits, deadline_seconds=0.2)], JUDGED)
+    assert all("gave nothing within 0.2 s" in why for why in found.failures)
+    assert time.monotonic() - begun < 15

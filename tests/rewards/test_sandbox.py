@@ -501,6 +501,20 @@ def test_a_program_that_ends_early_does_not_pass() -> None:
         assert outcome.stdout == ""
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys; sys.stdout.write(sys.stdin.read())",
+        "while True: print(input(), end='')",
+        "import os; os.write(1, os.read(0, 1 << 20)[-32:]); os._exit(0)",
+    ],
+)
+def test_a_program_that_repeats_what_it_reads_does_not_pass(source: str) -> None:
+    outcome = run_python(source, after="assert False")
+    assert not outcome.ok, outcome
+    assert "assert" not in outcome.stdout
+
+
 def test_many_run_at_the_same_time() -> None:
     found: list[ProgramOutcome] = []
 

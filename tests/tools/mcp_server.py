@@ -7,6 +7,8 @@ import sys
 import time
 
 from mcp.server.mcpserver import MCPServer
+from mcp.shared.exceptions import MCPError
+from mcp.types import INVALID_PARAMS
 
 from m2flow.tools.calculator import calculate
 
@@ -42,6 +44,12 @@ def hang() -> str:
     """Never answer."""
     time.sleep(600)
     return "too late"
+
+
+@server.tool()
+def strict(text: str) -> str:
+    """Refuse the arguments by an error of the protocol."""
+    raise MCPError(INVALID_PARAMS, f"no {text} is known")
 
 
 @server.tool()

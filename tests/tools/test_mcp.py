@@ -55,6 +55,14 @@ def test_processes_stay_for_later_calls(toolbox: Toolbox) -> None:
     assert toolbox.carry_out([ToolCall("process", {})])[0].text == first
 
 
+def test_arguments_that_the_protocol_refuses_are_the_callers_mistake(toolbox: Toolbox) -> None:
+    before = toolbox.carry_out([ToolCall("process", {})])[0].text
+    (refused,) = toolbox.carry_out([ToolCall("strict", "dog")])
+    assert (refused.error, refused.failure) == (True, "")
+    assert "no dog is known" in refused.text
+    assert toolbox.carry_out([ToolCall("process", {})])[0].text == before
+
+
 def test_a_variable_without_a_value_is_that_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

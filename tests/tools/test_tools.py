@@ -6,9 +6,11 @@ import asyncio
 import json
 import math
 import random
+import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -225,3 +227,44 @@ def test_a_corpus_that_is_nearly_there_is_named(tmp_path: Path) -> None:
         Search(str(tmp_path / "empty.jsonl"))
     with pytest.raises(UserError, match="is no number of passages"):
         Search(str(tmp_path / "corpus.jsonl"), top=0)
+
+
+def test_arguments_are_of_the_types_of_the_functions_parameters() -> None:
+    """A dialect of tags gives texts; what is none of the type is told to the model."""
+
+    def times(value: int, share: float = 1.0, round_up: bool = False) -> str:
+        return str(math.ceil(value * share) if round_up else value * share)
+
+    box = Toolbox([FunctionTool(times)])
+
+    def said(arguments: Any) -> tuple[str, bool]:
+        (found,) = box.carry_out([ToolCall("times", arguments)])
+        assert not found.failure
+        return found.text, found.error
+
+    assert said("5") == ("5.0", False)
+    assert said({"value": 5, "share": "0.5", "round_up": "true"}) == ("3", False)
+    assert said({"value": "five"})[1]
+    assert said({"value": True})[1]
+    assert said({"value": 1, "round_up": 1})[1]
+
+
+def test_a_corpus_may_be_a_function_in_the_folder_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_passages.py").write_text(
+        "def texts():\n    return ['a red fox', 'a blue whale']\n"
+        "def broken():\n    raise OSError('no disk')\n"
+        "def numbers():\n    return [1]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+    assert "whale" in Search("own_passages:texts", top=1).call({"query": "blue"}, 1.0)
+    for name, why in (("broken", "no disk"), ("numbers", "no text"), ("text", "did you mean")):
+        with pytest.raises(UserError, match=why) as refused:
+            Search(f"own_passages:{name}")
+        assert refused.value.key == "tools.search.corpus"
+
+
+def test_long_whole_numbers_are_exact() -> None:
+    assert calculate("2**2000") == str(2**2000)

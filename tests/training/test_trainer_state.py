@@ -247,6 +247,36 @@ def test_lanes_write_what_no_other_lane_has_written(lanes: LaneProcesses, tmp_pa
         SavedState(tmp_path / "rows").read({"m": part((0, 0), (7, 5))})
 
 
+COUNTS, LONG = {"a": 15, "b": 15, "c": 11}, torch.arange(75.0).view(15, 5)
+"""Rows of tensors: of four lanes the last one has a row less of each."""
+
+
+def write_uneven(groups: LaneGroups, folder: Path) -> None:
+    """By the sizes of the first lane `b` and `c` go into a file, by the last one's `a` and `b`."""
+    gang = gang_of(groups, ((0, 1, 2, 3),))
+    assert gang is not None
+    trainer_state.FILE_BYTES = 150
+    parts = {}
+    for name, count in COUNTS.items():
+        each = -(-count // 4)
+        first, last = each * gang.rank, min(each * (gang.rank + 1), count)
+        box = Box((first, 0), (last - first, 5))
+        parts[name] = Shard(LONG[first:last].clone(), box, (count, 5))
+    trainer_state.write(folder, parts, gang.mesh().get_group("shard"))
+
+
+def test_lanes_whose_parts_differ_in_size_write_all_of_them(
+    lanes: LaneProcesses, tmp_path: Path
+) -> None:
+    """Where a file ends the first lane says: by its own sizes a lane would write one file twice."""
+    lanes(write_uneven, tmp_path / "state")
+    whole = whole_parts({name: torch.zeros(count, 5) for name, count in COUNTS.items()})
+    SavedState(tmp_path / "state").read(whole)
+    for name, count in COUNTS.items():
+        assert whole[name].tensor.equal(LONG[:count]), name
+    assert len(list((tmp_path / "state").iterdir())) == 4 * 2
+
+
 # A learner that goes on under another layout
 
 

@@ -100,6 +100,9 @@ def train(
     from m2flow.workloads.common.start import describe
 
     words = with_mode(overrides, mode, plan)
+    if dry_run and (quiet or json):
+        key = "--json" if json else "--quiet"
+        raise UserError("changes nothing of --dry-run", key=key, hint="give one of the two")
     if dry_run:
         print("\n".join(describe(common.read_recipe(recipe, words), plan)))
         return
@@ -178,7 +181,7 @@ def plan_command(
         typer.Option(min=0, help="Steps that generation may run ahead; prints the frontier."),
     ] = None,
     prompt_tokens: Annotated[
-        float | None, typer.Option(help="With --cluster: tokens of a prompt in the mean.")
+        float | None, typer.Option(min=1, help="With --cluster: tokens of a prompt in the mean.")
     ] = None,
     answer_tokens: Annotated[
         float | None, typer.Option(help="With --cluster: tokens of an answer in the mean.")
@@ -467,6 +470,8 @@ def doctor(
     from m2flow.cli.doctor import run_doctor, run_links
 
     if run_dir is not None:
+        if links:
+            raise UserError("is of this machine, and not of a run", key="--links")
         from m2flow.observe.ending import ending_of
 
         ending = ending_of(run_dir)
@@ -477,12 +482,13 @@ def doctor(
 
 
 def with_mode(overrides: list[str] | None, mode: str | None, plan: Path | None = None) -> list[str]:
-    """The overrides, with `--mode` as one of them; it may not stand beside a plan."""
-    if mode and plan:
+    """The overrides, with `--mode` as one of them; no mode may stand beside a plan."""
+    written = next((one for one in overrides or [] if one.startswith("mode=")), None)
+    if (mode or written) and plan:
         raise UserError(
             f"--plan {plan} says how to run already",
-            key="--mode",
-            value=mode,
+            key="--mode" if mode else "mode",
+            value=mode or (written or "").removeprefix("mode="),
             hint="give one of the two",
         )
     return [*(overrides or []), *([f"mode={mode}"] if mode else [])]

@@ -28,7 +28,7 @@ from m2flow.errors import UserError
 KEY = "warmup.data"
 
 Expert = Callable[[Any], Any]
-"""Given the environment, what to do there: float32 [A]."""
+"""Given the environment, what to do there: float32 [A], or a number where A is 1."""
 
 
 def played(
@@ -43,7 +43,10 @@ def played(
         most_steps: of an episode, where the environment has no limit.
 
     Returns:
-        the arrays; see the module docstring.
+        the arrays; see the module docstring. Actions out of bounds are those that were taken.
+
+    Raises:
+        UserError: what the expert says is no action of the environment.
     """
     spec = environment.spec
     rows: dict[str, list[Any]] = {"action": [], "episode": []}
@@ -55,13 +58,29 @@ def played(
                 rows.setdefault(part.name, []).append(np.array(observed[part.name], part.dtype))
             if spec.instructions is not None:
                 rows.setdefault("instruction", []).append(environment.instruction())
-            action = np.asarray(expert(environment), np.float32)
+            action = _decided(expert(environment), spec)
             rows["action"].append(action)
             rows["episode"].append(number)
-            did = environment.step(spec.action.within(action))
+            did = environment.step(action)
             if did.terminated or did.truncated or did.success:
                 break
     return {name: np.array(column) for name, column in rows.items()}
+
+
+def _decided(said: Any, spec: EnvironmentSpec) -> Array:
+    """What an expert says as an action, float32 [A], within the bounds."""
+    try:
+        action = np.atleast_1d(np.asarray(said, np.float32))
+    except (TypeError, ValueError):
+        action = np.empty(0, np.float32)
+    if action.shape != (spec.action.size,) or not np.isfinite(action).all():
+        raise UserError(
+            "the expert gives no action",
+            key="warmup.expert",
+            value=said,
+            expected=f"{spec.action.size} finite figures in a list or an array",
+        )
+    return spec.action.within(action).astype(np.float32)
 
 
 def record_demonstrations(
@@ -87,7 +106,8 @@ def read_demonstrations(path: str, spec: EnvironmentSpec) -> dict[str, Array]:
     Raises:
         UserError: it is no such file, or does not fit the environment.
     """
-    if not zipfile.is_zipfile(path):
+    file_path = Path(path).expanduser()
+    if not zipfile.is_zipfile(file_path):
         raise UserError(
             "is no file of demonstrations", key=KEY, value=path, expected="an .npz file of NumPy"
         )
@@ -96,7 +116,7 @@ def read_demonstrations(path: str, spec: EnvironmentSpec) -> dict[str, Array]:
     if spec.instructions is not None:
         shapes["instruction"] = ()
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(file_path, allow_pickle=False) as file:
             names = sorted(file.files)
             found = {name: file[name] for name in shapes if name in names}
     except Exception as error:

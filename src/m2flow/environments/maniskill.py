@@ -22,6 +22,9 @@ from m2flow.errors import UserError
 
 RENDER_PIXELS = 256
 
+REWARD = "normalized_dense"
+"""ManiSkill's reward mode where nothing is said."""
+
 
 class ManiSkillEnvironment(Environment):
     """One task.
@@ -30,7 +33,8 @@ class ManiSkillEnvironment(Environment):
         task: such as "PushCube-v1".
         pixels: height and width of an "image" beside the state; 0 for none.
         control: ManiSkill's control mode.
-        reward: ManiSkill's reward mode: "sparse", "dense" or "normalized_dense".
+        reward: ManiSkill's reward mode: "sparse", "dense" or "normalized_dense"; of a task that
+            gives none, success stands in for `REWARD`.
         max_episode_steps: 0 for the task's own.
         instruction: the sentence of a task that has none of its own; "" for none.
     """
@@ -40,7 +44,7 @@ class ManiSkillEnvironment(Environment):
         task: str,
         pixels: int = 0,
         control: str = "pd_ee_delta_pose",
-        reward: str = "normalized_dense",
+        reward: str = REWARD,
         max_episode_steps: int = 0,
         instruction: str = "",
     ) -> None:
@@ -53,7 +57,15 @@ class ManiSkillEnvironment(Environment):
         limit = max_episode_steps or known.max_episode_steps
         on_photograph = "rgb+segmentation" in known.cls.SUPPORTED_OBS_MODES
         side = pixels or RENDER_PIXELS
-        self._rewarded = reward in known.cls.SUPPORTED_REWARD_MODES
+        supported = known.cls.SUPPORTED_REWARD_MODES
+        if reward not in supported and reward != REWARD:  # of which some tasks have none
+            raise UserError(
+                "the task has no such reward",
+                key="environment.options.reward",
+                value=reward,
+                expected=f"one of {', '.join(supported)}",
+            )
+        self._rewarded = reward in supported
         self._given = instruction
         made = gymnasium.make(
             task,

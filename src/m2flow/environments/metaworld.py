@@ -13,9 +13,13 @@ from typing import Any
 
 from m2flow.environments.environment import Array, Environment, Transition, seed_of
 from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec, image_spec
+from m2flow.errors import UserError
 
 CAMERA = "corner2"
 RENDER_PIXELS = 256
+
+LONGEST = 500
+"""Steps after which Meta-World itself goes no further."""
 
 
 class MetaWorldEnvironment(Environment):
@@ -27,7 +31,14 @@ class MetaWorldEnvironment(Environment):
         max_episode_steps: after how many steps an episode is truncated; at most 500.
     """
 
-    def __init__(self, task: str, pixels: int = 0, max_episode_steps: int = 500) -> None:
+    def __init__(self, task: str, pixels: int = 0, max_episode_steps: int = LONGEST) -> None:
+        if not 1 <= max_episode_steps <= LONGEST:
+            raise UserError(
+                "Meta-World ends episodes by itself",
+                key="environment.options.max_episode_steps",
+                value=max_episode_steps,
+                expected=f"1 to {LONGEST}",
+            )
         self._task, self._pixels = task, pixels
         self._simulator: Any = None
         images = (image_spec("image", pixels, pixels),) if pixels else ()
@@ -37,7 +48,7 @@ class MetaWorldEnvironment(Environment):
             1,
             (ObservationSpec("state", (39,)), *images),
             ActionSpec(4, (-1.0,) * 4, (1.0,) * 4),
-            max_episode_steps=min(max_episode_steps, 500),
+            max_episode_steps=max_episode_steps,
             instructions=(words,),
         )
 

@@ -23,6 +23,7 @@ import numpy as np
 from m2flow.environments.environment import Array, Environment, as_picture
 from m2flow.environments.spec import EnvironmentSpec, ObservationSpec
 from m2flow.errors import UserError
+from m2flow.user_code import what_raised
 
 RESET_ATTEMPTS = 3
 
@@ -228,9 +229,9 @@ class Slots:
             return as_picture(self.spec.name, self._environments[slot].render())
         except UserError:
             raise
-        except BREAKS:
-            self._give_up(slot, "error", traceback.format_exc())
-            return None
+        except BREAKS as error:  # such as a renderer that is not there; its steps may go on
+            why = what_raised(error)
+            raise UserError("cannot draw itself", key=self.spec.name, hint=why) from error
 
     def _begin(self, slot: int, seed: int, initial_state: int | None) -> None:
         self._episodes[slot] = None

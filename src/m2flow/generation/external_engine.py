@@ -266,7 +266,7 @@ class ExternalEngine(ABC):
         """
         if self._end is not None:
             raise self._ended()
-        self._hand_over(weights, version)
+        self._hand_over(with_single_experts(weights), version)
         self.version = version
 
     def _hand_over(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -376,6 +376,27 @@ class ExternalEngine(ABC):
         what = f"{self.label}'s process has ended (exit code {code}). {why}"
         kind = RunFailed if why else ProcessEnded  # without a word: a fault of native code
         return kind(what.rstrip() + log)
+
+
+def with_single_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with each expert of a mixture by itself, as published checkpoints have them.
+
+    transformers holds the experts of a block stacked: `gate_up_proj` [E, 2 I, H], `down_proj`
+    [E, H, I]. The parts share their memory.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        block, _, kind = name.rpartition(".experts.")
+        if not block or kind not in ("gate_up_proj", "down_proj"):
+            found[name] = tensor
+            continue
+        for number, one in enumerate(tensor):
+            parts = {"down_proj": one}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), one.chunk(2), strict=True))
+            for part, values in parts.items():
+                found[f"{block}.experts.{number}.{part}.weight"] = values
+    return found
 
 
 def _tied(weights: Mapping[str, Tensor]) -> bool:

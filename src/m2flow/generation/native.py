@@ -179,7 +179,7 @@ class NativeEngine:
             sequence.number = self._submitted
             self._submitted += 1
             self._waiting.append(sequence)
-            self._prefixes.acquire(sequence.prompt)
+            self._prefixes.acquire(sequence)
 
     def step(self) -> list[Completion]:
         """Draw a token for every running request; return those that finished, as far as is known.

@@ -2,14 +2,14 @@
 
 Prompts are prefilled in the order of their requests, `MAX_TOKENS` of them in a step at most; a
 longer prompt in pieces, a step each, so that running requests go on in between. What a prefill left
-behind is kept while a request with that prompt is here, waiting or running, so that a group may be
-spread over many steps. Must be cleared when the weights change.
+behind is kept while a request with that prompt waits, so that a group may be spread over many
+steps; running ones have it in the cache, within its budget. Must be cleared when the weights
+change.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -52,28 +52,29 @@ class Prefixes:
     ) -> None:
         self._decoder, self._cache = decoder, cache
         self._max_tokens = max_tokens
-        self._users: Counter[Ids] = Counter()
+        self._users: dict[Ids, set[int]] = {}
         self._kept: dict[Ids, _Prompt] = {}
         self._numbers = itertools.count()
         self._begun: dict[Ids, tuple[Prefilled, int]] = {}
         """Contexts that are in pieces, and how many tokens of them are done."""
 
     def __len__(self) -> int:
-        """Prompts in use, prefilled or not."""
+        """Prompts of requests that have not begun, prefilled or not."""
         return len(self._users)
 
-    def acquire(self, prompt: Ids) -> None:
-        """A request with this prompt has come."""
-        self._users[prompt] += 1
+    def acquire(self, sequence: RunningSequence) -> None:
+        """A request has come."""
+        self._users.setdefault(sequence.prompt, set()).add(sequence.number)
 
     def release(self, sequence: RunningSequence) -> None:
-        """A request has gone; what the last one with its prompt leaves is dropped."""
+        """A request has gone, or has begun; what the last one with its prompt leaves is dropped."""
         prompt = sequence.prompt
         if sequence.tokens:  # put off, it was no other's beginning
             self._begun.pop(sequence.context, None)
-        self._users[prompt] -= 1
-        if not self._users[prompt]:
-            del self._users[prompt]
+        waiting = self._users.get(prompt, set())
+        waiting.discard(sequence.number)
+        if not waiting:
+            self._users.pop(prompt, None)
             self._kept.pop(prompt, None)
             self._begun.pop(prompt, None)
 
@@ -152,6 +153,8 @@ class Prefixes:
             columns = max(sequences[i].length for i in orders)
             self._cache.write_prompts(targets + first, prefilled.kv, prompts, columns)
             logits_BV[targets] = prefilled.logits_UV[prompts]
+        for sequence in sequences:
+            self.release(sequence)
         for ids in contexts:
             if ids not in self._users:  # what a request has drawn before is no other's beginning
                 self._kept.pop(ids, None)

@@ -99,8 +99,8 @@ class Begun:
 class Request:
     """One completion to be drawn.
 
-    Requests with the same prompt, submitted together or while one of them is still here, share
-    one prefill.
+    Requests with the same prompt, submitted together or while one of them still waits, share one
+    prefill.
 
     Args:
         id: unique among the requests that the engine holds.

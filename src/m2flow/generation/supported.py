@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from m2flow.errors import UserError
+from m2flow.models.folder import check_not_quantized
 
 FUSED = ("qwen2", "llama", "mistral", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
 """Model types that `decoder` computes."""
 
 QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text")
 """Model types of `FUSED` that normalise queries and keys per head."""
+
+SINGLE_EXPERTS = ("qwen2_moe", "qwen3_moe")
+"""Model types whose experts other engines know by the names that m2flow hands them over by."""
 
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 """Norms scale by 1 + weight, and the embedding by the root of its width."""
@@ -51,6 +55,7 @@ def check_supported(config: Mapping[str, Any]) -> str | None:
         raise UserError(
             "config.json names no architecture", key="model_type", expected="a field model_type"
         )
+    check_not_quantized(config, str(config["model_type"]))
     if config.get("use_bidirectional_attention"):
         raise UserError(
             "tokens attend to those that come after them, so none can be drawn before the others",
@@ -78,6 +83,23 @@ def check_supported(config: Mapping[str, Any]) -> str | None:
         f"{reason}: generation runs transformers' own forward pass, which is slower; computed here "
         f"are {', '.join(FUSED)}"
     )
+
+
+def check_experts(config: Mapping[str, Any]) -> None:
+    """Refuse a mixture whose experts other engines would not recognise by their names.
+
+    Raises:
+        UserError: names its kind, and those that would do.
+    """
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    kind = config.get("model_type")
+    if any(config.get(name) for name in counts) and kind not in SINGLE_EXPERTS:
+        raise UserError(
+            "experts are handed to other engines by names that this model does not have",
+            key="model_type",
+            value=kind,
+            expected=f"one of {', '.join(SINGLE_EXPERTS)}, or generation.engine: native",
+        )
 
 
 def not_fused(config: Mapping[str, Any]) -> str | None:

@@ -28,7 +28,13 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from m2flow.errors import UserError
-from m2flow.models.folder import checked_folder, from_folder, model_folder, read_json
+from m2flow.models.folder import (
+    check_not_quantized,
+    checked_folder,
+    from_folder,
+    model_folder,
+    read_json,
+)
 from m2flow.models.norms import widen_norms
 
 if os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1":  # said by m2flow.models, unless a user did
@@ -138,8 +144,10 @@ def loaded(
             one that was never stopped.
 
     Raises:
-        UserError: the weights are incomplete, or need code of the folder.
+        UserError: the weights are incomplete or quantized, need code of the folder, or hold a head
+            of their own where the configuration says that it is the embedding.
     """
+    check_not_quantized(read_json(folder / "config.json", "the architecture"), str(folder))
     model: PreTrainedModel
     with _report_held_back():
         model, loading = from_folder(
@@ -152,12 +160,25 @@ def loaded(
                 key=str(folder),
                 hint="the folder is half-written, or its config.json belongs to another model",
             )
+    _check_head(model, folder)
     for parameter in model.parameters() if own_memory else ():
         parameter.data = parameter.data.clone()
     widen_norms(model)
     if dtype is torch.float64 and hasattr(model.config, "num_experts"):
         model.config._experts_implementation = "eager"  # there is no grouped product in float64
     return model.eval()
+
+
+def _check_head(model: PreTrainedModel, folder: Path) -> None:
+    """Refuse a head of its own where the configuration, by which engines go, says otherwise."""
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if tied and head is not None and head.weight is not embedding.weight:
+        raise UserError(
+            "the weights have a head of their own, and config.json says that it is the embedding",
+            key=str(folder),
+            hint="set tie_word_embeddings to false in config.json",
+        )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,25 @@ def checked_folder(path: str | Path) -> Path:
     for file in weight_files(folder):
         check_safetensors(file)
     return folder
+
+
+def check_not_quantized(config: Mapping[str, Any], source: str, key: str = "model") -> None:
+    """Refuse quantized weights: they are not trained, and only other engines generate from them.
+
+    Args:
+        config: the content of a `config.json`.
+        source: what it is of.
+        key: what has named it.
+    """
+    quantized = config.get("quantization_config")
+    if quantized:
+        kind = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise UserError(
+            f"the weights are quantized ({kind or 'quantization_config'})",
+            key=key,
+            value=source,
+            hint="take the model in bfloat16",
+        )
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:

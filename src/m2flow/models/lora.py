@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from m2flow.errors import UserError
 from m2flow.runtime.weights.manifest import is_dtensor, local_tensor
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Layers of a block that are adapted; a mixture's experts are none of them."""
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Linear layers of a block that choose experts; they are not adapted, and experts are not."""
 
 _ADAPTER, _BASE = ".lora_", ".base_layer."
 
@@ -42,22 +42,37 @@ def add_lora(model: nn.Module, rank: int, alpha: int | None = None, seed: int = 
         raise UserError(
             f"LoRA needs {error.name}", key="model.lora_rank", hint="pip install 'm2flow[lora]'"
         ) from error
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if not names.intersection(TARGETS):
+    names = adapted_layers(model)
+    if not names:
         raise UserError(
-            "the model has no layer that LoRA knows",
+            "the model has no blocks with linear layers, which LoRA adapts",
             key="model.lora_rank",
             value=rank,
-            expected=f"layers called {', '.join(TARGETS)}",
+            hint="take it out to train all weights",
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = LoraConfig(
             r=rank,
             lora_alpha=2 * rank if alpha is None else alpha,
-            target_modules=sorted(names.intersection(TARGETS)),
+            target_modules=names,
         )
         inject_adapter_in_model(config, model)
+
+
+def adapted_layers(model: nn.Module) -> list[str]:
+    """The names of the linear layers of a model's blocks, which are numbered in its names."""
+
+    def is_adapted(name: str) -> bool:
+        *outside, last = name.split(".")
+        in_block = any(part.isdigit() for part in outside)
+        return in_block and "experts" not in outside and last not in ROUTERS
+
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and is_adapted(name)
+    ]
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -58,11 +58,19 @@ def findings(record: RunRecord) -> list[Finding]:
         ),
         *_share(
             record,
-            "failed_share",
+            "reward/failed_share",
             0.0,
             "Samples could not be judged",
             "the reward function raised, took too long or gave no number; they are not trained on. "
             "samples.jsonl says why.",
+        ),
+        *_share(
+            record,
+            "tools/failed_share",
+            0.0,
+            "Trajectories were given up",
+            "a tool or an agent failed or took too long; they are not trained on. samples.jsonl "
+            "says why.",
         ),
         *_share(
             record,

@@ -18,7 +18,7 @@ def format_reward(
     Where the prompt ends with `<think>`, as some chat templates have it, the completion begins
     after it.
     """
-    if prompt.rstrip().endswith("<think>"):
+    if row.get("prompt_end", prompt).rstrip().endswith("<think>"):
         completion = "<think>" + completion
     form = _FORM.fullmatch(completion)
     if form is None or len(_TAG.findall(completion)) != 4:

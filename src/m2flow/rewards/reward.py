@@ -6,11 +6,12 @@ data's row, and returns a finite number:
     def short(prompt, completion, completion_ids, row):
         return 1.0 if len(completion_ids) < row.get("limit", 100) else 0.0
 
-`row` holds `answer`, `finished` (whether the model ended the completion by itself) and all other
-fields of the row, as the data has them. A recipe names a function by its dotted path,
-`reward: my_module:short`, or one of SHORT_NAMES. The function must be pure: the reward of a sample
-may depend on its arguments alone. It may be a coroutine function (`async def`), which waits for a
-service: many of them are awaited at once.
+`row` holds `answer`, `finished` (whether the model ended the completion by itself), `prompt_end`
+(the end of the prompt as the chat template wrote it) and all other fields of the row, as the data
+has them. A recipe names a function by its dotted path, `reward: my_module:short`, or one of
+SHORT_NAMES. The function must be pure: the reward of a sample may depend on its arguments alone. It
+may be a coroutine function (`async def`), which waits for a service: many of them are awaited at
+once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import math
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -211,18 +212,22 @@ def weighted_sum(parts: Sequence[WeightedReward], judged: Judged) -> Scores:
     Raises:
         UserError: a function cannot be imported.
     """
-    totals, failures = [0.0] * len(judged.items), [""] * len(judged.items)
+    each: list[list[float]] = [[] for _ in judged.items]
+    failures = [""] * len(judged.items)
     for part in parts:
         for number, value in enumerate(_values(part, judged)):
             if isinstance(value, RewardFailure):
                 why = value.why
             else:
-                totals[number] += part.weight * value
-                if abs(totals[number]) <= LARGEST:
+                total = part.weight * value
+                if abs(total) <= LARGEST:
+                    each[number].append(total)
+                    total = math.fsum(each[number])  # weights that come to 1 give 1
+                if abs(total) <= LARGEST:
                     continue
-                why = f"makes it {totals[number]:g}, which float32 cannot hold"
+                why = f"makes it {total:g}, which float32 cannot hold"
             failures[number] = failures[number] or f"reward {part.name} {why}"
-    rewards = [0.0 if why else total for total, why in zip(totals, failures, strict=True)]
+    rewards = [0.0 if why else math.fsum(some) for some, why in zip(each, failures, strict=True)]
     return Scores(rewards, failures)
 
 
@@ -240,7 +245,12 @@ def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]
     rows = list(zip(*columns, strict=True))
     waits = inspect.iscoroutinefunction(function)
     if getattr(function, "batched", False):
-        judge = (lambda *given: asyncio.run(function(*given))) if waits else function
+
+        def judge(*given: Any) -> Any:
+            found = asyncio.run(function(*given)) if waits else function(*given)
+            # What a generator does, it does when it is asked: here, where the deadline holds.
+            return list(found) if isinstance(found, Iterator) else found
+
         (found,) = _called(judge, [columns], part.deadline_seconds)
         if isinstance(found, RewardFailure):
             return [found] * len(rows)
@@ -248,7 +258,7 @@ def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]
             values = list(found)
         except TypeError:
             return [RewardFailure(f"gave {_shown(found)}, no list of rewards")] * len(rows)
-        except Exception as error:  # noqa: BLE001, such as what a generator raises
+        except Exception as error:  # noqa: BLE001, whatever an object of the user's does
             return [_raised(error)] * len(rows)
         if len(values) != len(rows):
             wrong = RewardFailure(f"gave {len(values)} rewards for {len(rows)} samples")

@@ -64,13 +64,14 @@ def text(length):
     while length and (part := os.read(0, length)):
         parts.append(part); length -= len(part)
     return b"".join(parts).decode()
-source, later, word = text(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
-scope = {"__name__": "__main__", "__builtins__": __builtins__}
-exec(compile(source, "program.py", "exec"), scope)
-if later:
-    exec(compile(text(later), "after.py", "exec"), scope)
-    sys.stdout.flush()
-    os.write(1, text(word).encode())
+def run(source, after, word):
+    scope = {"__name__": "__main__", "__builtins__": __builtins__}
+    exec(compile(source, "program.py", "exec"), scope)
+    if after:
+        exec(compile(after, "after.py", "exec"), scope)
+        sys.stdout.flush()
+        os.write(1, word.encode())
+run(*map(text, map(int, sys.argv[1:4])))  # all is read before the program is: it could echo it
 """
 
 
@@ -130,7 +131,8 @@ def run_python(
         source: of the program.
         stdin: what it may read from standard input.
         after: source that is run in the program's namespace once it has come to its end; a program
-            that ends its process has not, and cannot make it seem so.
+            that ends its process, or repeats what it reads, does not make it seem so. One that
+            searches the interpreter's own frames could: it is in the same process.
         limits: what it may use.
 
     Raises:

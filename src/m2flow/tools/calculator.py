@@ -105,6 +105,6 @@ def _value(node: ast.expr) -> int | float:
 def _bounded(value: Any) -> int | float:
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise ToolError("the value is too large")
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not isinstance(value, int) and not (isinstance(value, float) and math.isfinite(value)):
         raise ToolError("there is no such value")
     return value

@@ -30,11 +30,12 @@ class FunctionTool:
         self.description = inspect.getdoc(function) or self.name
         self._signature = inspect.signature(function)
         try:
-            kinds = typing.get_type_hints(function)
+            hints = typing.get_type_hints(function)
         except (NameError, TypeError):
-            kinds = {}
+            hints = {}
         parameters = self._signature.parameters.values()
-        described = {one.name: {"type": _TYPES.get(kinds.get(one.name, str), "string")}
+        self._kinds = {name: kind for name, kind in hints.items() if kind in _TYPES}
+        described = {one.name: {"type": _TYPES[self._kinds.get(one.name, str)]}
                      for one in parameters}  # fmt: skip
         required = [one.name for one in parameters if one.default is one.empty]
         self.parameters: Mapping[str, Any] = {
@@ -47,8 +48,30 @@ class FunctionTool:
             bound = self._signature.bind(**arguments)
         except TypeError as error:
             raise ToolError(str(error)) from None
+        for name in bound.arguments.keys() & self._kinds.keys():
+            bound.arguments[name] = _read_as(self._kinds[name], name, bound.arguments[name])
         found = self._function(*bound.args, **bound.kwargs)
         return str(asyncio.run(found) if inspect.iscoroutine(found) else found)
 
     def close(self) -> None:
         """A function holds nothing."""
+
+
+def _read_as(kind: type, name: str, value: Any) -> Any:
+    """An argument as its parameter's type; where a dialect has no types it comes as a text.
+
+    Raises:
+        ToolError: it is none of that type.
+    """
+    if value is None or (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)):
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        if kind is bool and isinstance(value, str):
+            return {"true": True, "false": False}[value.strip().lower()]
+        if kind in (int, float) and isinstance(value, str):
+            return kind(value)
+    except (ValueError, KeyError):
+        pass
+    raise ToolError(f"{name} must be of the type {_TYPES[kind]}, and is {value!r}")

@@ -160,10 +160,15 @@ class Servers:
         """What the server answers.
 
         Raises:
+            ToolError: it refuses the arguments.
             ToolFailed: the process has died, does not answer in time, or none can be started.
         """
         process = self._taken()
-        result = self._wait(process.call(tool, dict(arguments), seconds), seconds + END_SECONDS)
+        try:
+            result = self._wait(process.call(tool, dict(arguments), seconds), seconds + END_SECONDS)
+        except ToolError:
+            self._give_back(process)
+            raise
         self._give_back(process)
         return result
 
@@ -238,6 +243,8 @@ class _ServerProcess:
         """Start the process, carry out calls, end it."""
         from mcp import ClientSession, StdioServerParameters
         from mcp.client.stdio import stdio_client
+        from mcp.shared.exceptions import MCPError
+        from mcp.types import INVALID_PARAMS
 
         words = StdioServerParameters(
             command=self._command[0], args=list(self._command[1:]), env=dict(self._env)
@@ -256,8 +263,12 @@ class _ServerProcess:
                     while (asked := await self._asked.get()) is not None:
                         tool, arguments, seconds, answer = asked
                         async with asyncio.timeout(seconds):
-                            found = await session.call_tool(tool, arguments)
-                        answer.set_result(found)
+                            try:
+                                answer.set_result(await session.call_tool(tool, arguments))
+                            except MCPError as error:
+                                if error.code != INVALID_PARAMS:
+                                    raise
+                                answer.set_exception(ToolError(str(error)))
                         answer = None
             except BaseException as error:
                 why = ToolFailed(_told(error, errors))

@@ -7,7 +7,6 @@ It is read and indexed once in a process.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 from m2flow.errors import UserError, nearest
 from m2flow.tools.bm25 import BM25
 from m2flow.tools.tool import ToolError, schema, text_argument
+from m2flow.user_code import user_function, what_raised
 
 NOTHING = "nothing found"
 
@@ -79,13 +79,16 @@ def indexed(path: str) -> tuple[tuple[str, ...], BM25]:
 
 
 def _given(path: str) -> list[str]:
-    module, _, name = path.partition(":")
+    key = "tools.search.corpus"
+    function = user_function(path, key)
     try:
-        return list(getattr(importlib.import_module(module), name)())
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"cannot be imported: {error}", key="tools.search.corpus", value=path
-        ) from None
+        found = list(function())
+    except Exception as error:
+        raise UserError(f"raised {what_raised(error)}", key=key, value=path) from error
+    wrong = next((one for one in found if not isinstance(one, str)), None)
+    if wrong is not None:
+        raise UserError("gives what is no text", key=key, value=wrong, expected="a text a passage")
+    return found
 
 
 def _passages(path: Path) -> list[str]:

@@ -131,12 +131,13 @@ class _Writer(HuggingFaceStorageWriter):
     def __init__(self, folder: Path, numbers: dict[str, int]) -> None:
         super().__init__(str(folder), numbers, save_distributed=True)
         self.per_thread_copy_ahead = 0  # each thread would wait for the others' copies
-        self._numbers = numbers
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        # The first lane's numbers, by which torch names files: a lane with other pieces has others.
+        numbers: Mapping[str, int] = plan.storage_data["fqn_to_index_mapping"]
         files: dict[int, list[WriteItem]] = {}
         for item in plan.items:
-            files.setdefault(self._numbers[item.index.fqn], []).append(item)
+            files.setdefault(numbers[item.index.fqn], []).append(item)
 
         def written(items: list[WriteItem]) -> list[WriteResult]:
             part = replace(plan, items=items)

@@ -191,3 +191,11 @@ def troubled(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
         case 3:
             return
     by_hand(problem, endpoint)
+
+
+def exact(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
+    """Says the temperature of the recipe, as frameworks do, and what else is no mistake."""
+    status, reply = ask(
+        endpoint, messages=[{"role": "user", "content": "Hi"}], temperature=1.0, stream_options={}
+    )
+    assert status == 200, reply

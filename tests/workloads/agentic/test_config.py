@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from m2flow.flow import Batch
-from m2flow.workloads.agentic.experiment import turn_figures
+from m2flow.workloads.agentic.experiment import AgenticExperiment, turn_figures
 from m2flow.workloads.agentic.tasks.lookup import HELD_OUT, KNOWN, Lookup, code, friend, passages
 from tests.cli.conftest import run_command
 
+MakeRecipe = Any
 RECIPES = Path(__file__).parents[3] / "recipes"
 CALCULATOR = RECIPES / "agentic-calculator.yaml"
 
@@ -55,6 +56,31 @@ def test_what_is_wrong_is_said_in_one_line(override: str, said: str, tmp_path: P
     assert len(lines) == 1, done.err
     assert re.search(said, lines[0]), lines[0]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [({"episode": {"dialect": "tags"}}, "episode.dialect"),
+     ({"data": {"system_prompt": "Be brief."}}, "data.system_prompt")],
+)  # fmt: skip
+def test_what_an_agent_does_itself_is_refused(
+    tiny_recipe: MakeRecipe, section: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{key}: an agent"):
+        tiny_recipe(agent="my:agent", warmup={"steps": 0}, **section)
+
+
+def test_schemas_of_tools_are_told_where_calls_are_json(
+    tiny_recipe: MakeRecipe, chat_folder: Path
+) -> None:
+    """In tags, or where prompts stay as they are, the template's own form would mislead."""
+    told = {"model": {"path": str(chat_folder)}, "warmup": {"steps": 0}}
+    for changes, wanted in (
+        ({}, True), ({"episode": {"dialect": "tags"}}, False), ({"data": {"chat": False}}, False),
+    ):  # fmt: skip
+        experiment = AgenticExperiment(tiny_recipe(**told, **changes))
+        prompt = bytes(t for t in experiment.batch(0)["prompt_ids"][0].tolist() if t < 256)
+        assert (b"<tools>" in prompt) is wanted
 
 
 def test_facts_are_found_and_nobody_knows_them_by_heart() -> None:

@@ -13,7 +13,7 @@ from m2flow.models.tokenizer import byte_tokenizer
 from m2flow.tools import ToolCall, ToolResult
 from m2flow.workloads.agentic.config import EpisodeSection
 from m2flow.workloads.agentic.dialect import CUT, ChatDialect, TagDialect, dialect_of
-from tests.workloads.agentic.conftest import chat_tokenizer
+from tests.workloads.agentic.conftest import CHAT, chat_tokenizer
 
 BYTES: Any = byte_tokenizer()
 
@@ -143,3 +143,29 @@ def test_a_template_without_turns_of_tools_is_refused(template: str, said: str) 
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=said):
         ChatDialect(tokenizer, 20)
+
+
+THINKING = CHAT.replace(
+    "(assistant){% endif %}",
+    "(assistant){% if enable_thinking is defined and not enable_thinking %}<nt>{% endif %}"
+    "{% endif %}",
+)
+
+
+def test_variables_of_the_template_hold_for_every_turn() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = THINKING
+    assert THINKING != CHAT
+    dialect = ChatDialect(tokenizer, 20, {"enable_thinking": False})
+    ids, _ = dialect.result_ids([ToolResult("12")])
+    assert BYTES.decode(ids) == "(answer)12(end)(assistant)<nt>"
+
+
+def test_what_a_tool_answers_beside_other_messages_is_no_special_token_either() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = False
+    dialect = ChatDialect(tokenizer, 40)
+    messages = [{"role": "tool", "content": "a<eos>"}, {"role": "user", "content": "and now?"}]
+    ids = dialect.message_ids(messages)
+    assert 256 not in ids
+    assert BYTES.decode(ids) == "(answer)a<eos>(end)(user)and now?(end)(assistant)"

@@ -216,6 +216,17 @@ def test_what_is_not_served_is_refused(chat_recipe: AgenticRecipe, chat_folder: 
     assert {part["object"] for part in (message, end, usage)} == {"chat.completion.chunk"}
 
 
+def test_the_recipes_temperature_may_be_said_in_an_evaluation_too(
+    chat_recipe: AgenticRecipe, chat_folder: Path
+) -> None:
+    experiment = AgenticExperiment(with_agent(chat_recipe, "exact"), ModelSource(str(chat_folder)))
+    generator = experiment.flow().generator
+    generator.load(Place())
+    for greedy in (False, True):
+        found = [some for some in generator.host(experiment.batch(0), greedy=greedy) if len(some)]
+        assert not any(Batch.concat(found)["tool_failure"]), greedy
+
+
 def test_an_agent_that_fails_costs_its_trajectory(
     chat_recipe: AgenticRecipe, talks: ModelSource
 ) -> None:

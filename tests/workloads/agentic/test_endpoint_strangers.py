@@ -111,3 +111,15 @@ def test_strangers_hold_up_nobody(
     check_nobody_waits(visit, partial(knock, server))
     server.close()
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"messages": 5}, {"messages": [5]}, {"messages": [], "tools": 5}, {"tools": ["x"]}],
+)
+def test_a_request_of_another_form_is_told_so(
+    server: ConversationServer, key: str, body: dict[str, Any]
+) -> None:
+    sent = json.dumps(body).encode()
+    status, message = told(server, key, str(len(sent)), sent, ends=False)
+    assert (status, "must be a list of objects" in message) == (400, True)

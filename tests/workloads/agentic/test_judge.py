@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -80,3 +81,18 @@ def test_without_rewards_of_turns_each_turn_has_the_trajectorys_advantage() -> N
     assert "advantages" not in whole
     for row, each in enumerate(by_turns["advantages"].rows()):
         assert each.tolist() == [float(whole["advantage"][row])] * len(each)
+
+
+def test_a_group_is_dropped_only_where_no_turn_has_a_signal() -> None:
+    """By turns something is learned where the first of two turns is worth what the second is."""
+    given = samples(0, groups=1, size=2)
+    rows = [torch.tensor(row, dtype=torch.float64) for row in ([1.0, 0.0], [0.0, 1.0])]
+    given = given.with_columns(
+        reward=[0.0, 0.0], failure=["", ""], turn_rewards=Ragged.from_rows(rows),
+        shaped=torch.ones(2, dtype=torch.float64),
+        turn_ends=Ragged.from_rows([torch.tensor([1, 2])] * 2),
+        completion_ids=Ragged(torch.zeros(4, dtype=torch.int64), [2, 2]),
+    )  # fmt: skip
+    settings: dict[str, Any] = {"group_size": 2, "drop_equal": True}
+    assert not turn_advantage(given, credit="turn", **settings)["dropped"].any()
+    assert turn_advantage(given, **settings)["dropped"].all()

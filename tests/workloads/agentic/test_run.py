@@ -65,6 +65,9 @@ def test_four_steps_are_two_a_stop_and_two_more(
     assert data is not None
     assert json.loads(data[1])[0]["turns"] == sample["turns"]
     monkeypatch.setattr(Learner, "load", _no_learner)
+    begun = whole / "warmup"
+    assert begun.is_dir()
+    begun.rename(whole / "moved")  # what the run began with is not needed any more
     found = examine(
         Examination(whole / "checkpoints" / "latest", None, limit=8, lanes=parse_lanes("cpu:1"))
     )

@@ -11,7 +11,11 @@ import torch
 
 import m2flow
 from m2flow.algorithms.sampling import derive_seed
-from m2flow.environments.demonstrations import read_demonstrations, record_demonstrations
+from m2flow.environments.demonstrations import (
+    played,
+    read_demonstrations,
+    record_demonstrations,
+)
 from m2flow.environments.registry import make_environment
 from m2flow.errors import UserError
 from m2flow.models.policies.flow_matching import FlowOptions, tiny_pi0
@@ -204,3 +208,26 @@ def test_a_policy_that_profiling_keeps_is_named_by_its_demonstrations() -> None:
     """Another warm-up took the policy that was cloned for the one before."""
     names = {WORKLOAD.model_name(recipe(warmup={"steps": steps})) for steps in (1, 1, 2)}
     assert len(names) == 2
+
+
+def test_what_an_expert_says_is_an_action_within_the_bounds(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    environment = make_environment("gymnasium:Pendulum-v1")
+    for said in (0.5, [0.5], np.array([0.5])):
+        assert played(environment, lambda _, said=said: said, range(1))["action"].shape[1:] == (1,)
+    wide = played(environment, lambda _: [9.0], range(1))["action"]
+    assert np.abs(wide).max() == 2.0
+    record_demonstrations(tmp_path / "wide.npz", environment, lambda _: [9.0], range(1))
+    read_demonstrations(str(tmp_path / "wide.npz"), environment.spec)
+    for said in ([0.1, 0.2], [float("nan")], "left", [[0.1]]):
+        with pytest.raises(UserError, match=r"warmup\.expert: the expert gives no action"):
+            played(environment, lambda _, said=said: said, range(1))
+
+
+def test_a_file_of_demonstrations_may_lie_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = recipe(warmup={"episodes": 2})
+    recorded(tmp_path, own)
+    assert len(read_demonstrations("~/shown.npz", spec_of(own))["action"])

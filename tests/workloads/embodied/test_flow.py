@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,15 @@ import m2flow
 from m2flow.engine.plan import LaneSpec, StagePlan
 from m2flow.environments import Deadlines
 from m2flow.errors import UserError
+from m2flow.flow import Batch
 from m2flow.observe.jsonl import read_rows
 from m2flow.plan import build_plan
 from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.config import DeadlinesPart, EmbodiedRecipe
-from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment, episode_figures
 from m2flow.workloads.embodied.workers.columns import FILM, NO_FILM, OPTIONAL_FILM
-from m2flow.workloads.embodied.workers.film import filmed
+from m2flow.workloads.embodied.workers.film import FRAMES, Pictures, filmed
 
 HERE = Path(__file__).parent
 COUNTING = "counting:Counting"
@@ -211,12 +213,15 @@ def test_an_episode_that_fails_has_no_film(tmp_path: Path) -> None:
 
 
 def test_where_every_episode_fails_there_are_no_figures_of_them() -> None:
-    result: Any = SimpleNamespace(output={"episodes": [[], []], "failed": torch.tensor([1, 2])})
+    output = {"episodes": [[], []], "failed": torch.tensor([1, 2]), "steps_taken": [0, 0]}
+    result: Any = SimpleNamespace(output=output)
     experiment = EmbodiedExperiment(recipe())
     assert experiment.evaluation(result) == {}
     assert [said.partition(":")[0] for said in experiment.alarms(result)] == [
-        "a simulator crashed, hung or gave NaN", "no episode came to an end",
+        "a simulator crashed, hung or gave NaN", "no step is left of any episode",
     ]  # fmt: skip
+    output["steps_taken"] = [0, 3]  # of an episode that goes on
+    assert len(experiment.alarms(result)) == 1
 
 
 @pytest.mark.parametrize(
@@ -347,6 +352,23 @@ def test_rollouts_of_a_group_begin_alike() -> None:
         ({"rollouts_per_step": 9, **GROUPS}, "rollouts_per_step: the rollouts do not fill"),
         ({"algorithm": {"name": "grpo"}}, "rollout.automatic_reset: a group compares"),
         ({"algorithm": {"group_size": 4}}, "algorithm.group_size: ppo has no use for it"),
+        ({"algorithm": {"name": "grpo", "gamma": 0.9}}, "algorithm.gamma: grpo has no use for it"),
+        (
+            {"policy": {"kind": "pi0", "noise": "network", "noise_level": 0.1}},
+            "policy.noise_level: network has no use for it",
+        ),
+        (
+            {
+                "algorithm": {"name": "sac"},
+                "replay": {"capacity": 500},
+                "policy": {"distribution": "squashed"},
+            },
+            "replay.begin: the buffer never holds so many transitions",
+        ),
+        (
+            {"optimizer": {"schedule": "linear", "warmup_steps": 10**6}},
+            "optimizer.warmup_steps: leaves nothing of the linear schedule",
+        ),
         ({"algorithm": {"success_bounds": [0, 1]}}, "algorithm.success_bounds: ppo has no use"),
         (
             {**GROUPS, "algorithm": {"name": "grpo", "success_bounds": [0.9, 0.1]}},
@@ -366,3 +388,31 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
     with pytest.raises(UserError) as refused:
         EmbodiedExperiment(recipe(**changes))
     assert words in str(refused.value)
+
+
+def test_where_no_episode_ended_there_are_no_means_of_episodes() -> None:
+    """They would read 0, which a reward below 0 or a share of successes is not."""
+    output = Batch({"episodes": [[], []], "failed": torch.tensor([0, 0])}, [0, 1])
+    assert episode_figures(output) == {"episodes/finished": 0.0, "episodes/failed": 0.0}
+
+
+def test_episodes_from_one_numbered_state_are_no_independent_trials() -> None:
+    """A policy without chance does in all of them what it does in one."""
+    experiment = EmbodiedExperiment(recipe())
+    solved = [[{"success_once": x}] for x in (1.0, 1.0, 0.0, 0.0, 1.0, 0.0)]
+    starts = Batch({"initial_state": torch.tensor([0, 0, 1, 1, 2, 2])})
+    result: Any = SimpleNamespace(output={"episodes": solved})
+    assert experiment.success_by_start(starts, result) == [1, 1, 0, 0, 1, 0]
+    experiment.spec = replace(experiment.spec, num_initial_states=3)
+    assert experiment.success_by_start(starts, result) == [1.0, 0.0, 0.5]
+
+
+def test_pictures_of_a_long_episode_are_thinned_out() -> None:
+    pictures = Pictures()
+    for number in range(1001):
+        pictures.add(torch.full((1, 1, 3), number))
+        assert len(pictures.all()) <= 2 * FRAMES
+    shown = [int(one[0, 0, 0]) for one in pictures.all()]
+    assert (shown[0], shown[-1], len(shown) >= FRAMES) == (0, 1000, True)
+    steps = {b - a for a, b in pairwise(shown[:-1])}
+    assert len(steps) == 1

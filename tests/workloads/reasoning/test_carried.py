@@ -220,7 +220,9 @@ def test_a_run_that_goes_on_carries_the_same_over(tmp_path: Path) -> None:
     assert max(shares) > 0
     assert min(shares) < 1
     assert "sampling/unfilled_share" not in figures[0]
-    ages = [row["staleness/oldest_token"] for row in figures]
+    ended = [row for row in figures if row["sampling/carried_share"] < 1]
+    assert all(("reward/mean" in row) == (row in ended) for row in figures)
+    ages = [row["staleness/oldest_token"] for row in ended]
     assert 0 < max(ages) <= ReasoningRecipe.model_validate(words).oldest_token == MOST // SHARE - 1
     page = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
     assert "`sampling/carried_share`" in page

@@ -167,7 +167,7 @@ def test_a_schedule_has_steps_left_after_its_warm_up(schedule: str) -> None:
 
 def test_every_setting_of_the_algorithm_reaches_the_loss() -> None:
     settings = {
-        "surrogate": "cispo",
+        "surrogate": "clip",
         "clip_low": 0.1,
         "clip_high": 0.3,
         "dual_clip": 3.0,
@@ -180,7 +180,8 @@ def test_every_setting_of_the_algorithm_reaches_the_loss() -> None:
         "gap_rule": "mask",
         "gap_cap": 3.0,
     }
-    recipe = ReasoningRecipe.model_validate({"algorithm": settings})
+    training = {"recompute_logprobs": True}  # or nothing is weighted by the gap
+    recipe = ReasoningRecipe.model_validate({"algorithm": settings, "training": training})
     loss = loss_of(recipe)
     assert {name: getattr(loss, name) for name in settings} == settings
     assert loss.token_budget == recipe.generation.max_new_tokens
@@ -329,3 +330,23 @@ def test_a_profile_of_adapters_is_not_that_of_training_whole_models() -> None:
         for model in ({"path": "models/x"}, {"path": "models/x", "lora_rank": 4})
     ]
     assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [
+        ({"name": "rloo", "scale": "group"}, "algorithm.scale"),
+        ({"name": "cispo", "dual_clip": 3.0}, "algorithm.dual_clip"),
+        ({"surrogate": "cispo", "dual_clip": 3.0}, "algorithm.dual_clip"),
+        ({"gap_cap": 2.0}, "algorithm.gap_cap"),
+        ({"gap_rule": "mask"}, "algorithm.gap_rule"),
+        ({"gap_level": "sequence"}, "algorithm.gap_level"),
+    ],
+)
+def test_keys_that_nobody_reads_are_refused(algorithm: dict[str, Any], key: str) -> None:
+    assert refusal({"algorithm": algorithm}).key == key
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"algorithm\.name"):
+        ReasoningRecipe.model_validate({"algorithm": {"name": ["grpo"]}})

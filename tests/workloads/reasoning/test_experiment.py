@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.engine.spans import Span
-from m2flow.errors import UserError
+from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch
 from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
 from m2flow.runtime.driver.runner import StepResult
@@ -373,6 +374,57 @@ def test_groups_whose_judged_answers_have_one_reward_teach_nothing() -> None:
     figures = sample_figures(output, group_size=2)
     assert figures["reward/zero_variance_share"] == 1.0
     assert figures["reward/failed_share"] == pytest.approx(1 / 6)
+
+
+def test_a_group_with_a_signal_in_what_is_trained_on_is_counted_as_one() -> None:
+    """Turns, lengths and drift may part answers whose rewards are alike."""
+    shaped = torch.tensor([1.0, 0.0, 0.5, 0.4, 1.0, 0.9], dtype=torch.float64)
+    figures = sample_figures(OUTPUT.with_columns(shaped=shaped), group_size=2)
+    assert figures["reward/zero_variance_share"] == 0.0
+    assert figures["reward/mean"] == pytest.approx(4 / 6)
+
+
+def of_output(output: Batch) -> Any:
+    return SimpleNamespace(output=output, step=0, metrics={})
+
+
+def test_what_could_not_be_judged_is_no_wrong_answer(tiny_recipe: MakeRecipe) -> None:
+    experiment = ReasoningExperiment(tiny_recipe())
+    assert "eval/failed_share" not in experiment.evaluation(of_output(OUTPUT))
+    failed = OUTPUT.with_columns(failure=["", "it is down", "", "it is down", "", ""])
+    figures = experiment.evaluation(of_output(failed))
+    assert figures["eval/accuracy"] == pytest.approx(3 / 4)
+    assert figures["eval/problems"] == 4
+    assert figures["eval/failed_share"] == pytest.approx(2 / 6)
+    assert experiment.evaluation(of_output(OUTPUT.with_columns(failure=["x"] * 6))) == {}
+
+
+def test_a_step_in_which_no_group_ends_has_no_figures_of_answers(tiny_recipe: MakeRecipe) -> None:
+    """Nor does it alarm anybody: nothing of it was scored."""
+    recipe = tiny_recipe(
+        samples_per_prompt=2, generation={"max_new_tokens": 6, "tokens_per_step": 3}
+    )
+    experiment = ReasoningExperiment(recipe)
+    unended = OUTPUT.with_columns(reward=[0.0] * 6, begun=["half an answer"] * 6)
+    assert experiment.metrics(of_output(unended)) == {"samples": 0.0, "sampling/carried_share": 1.0}
+    assert not experiment.alarms(of_output(unended))
+    failed = OUTPUT.with_columns(failure=["x", "x", *[""] * 4], begun=[None, None, *["half"] * 4])
+    with pytest.raises(RunFailed, match="all 2 samples"):
+        experiment.alarms(of_output(failed))
+
+
+def test_rows_that_a_base_model_cannot_write_are_refused_before_a_run(
+    tiny_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    """Wherever in the file they stand: here behind those of the first step."""
+    rows = [{"question": f"{n}+{n}", "answer": str(2 * n)} for n in range(12)]
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+    path = tmp_path / "rows.jsonl"
+    rows.insert(9, {"question": turns, "answer": "2"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"task": "jsonl", "path": str(path), "options": {}}
+    with pytest.raises(UserError, match="conversations of several turns"):
+        ReasoningExperiment(tiny_recipe(data=data, warmup={"steps": 0}))
 
 
 def test_figures_of_a_step(tiny_recipe: MakeRecipe) -> None:

@@ -225,16 +225,22 @@ def test_the_quick_start_learns_with_vllm(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(3600)
-def test_two_steps_of_gsm8k_keep_vllm_and_the_learner_together(
-    shared_data: Path, tmp_path: Path
+def test_steps_of_gsm8k_keep_vllm_and_the_learner_together(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Steps so large that weights of a step before would show in the gap; a reward that varies."""
+    (tmp_path / "parity.py").write_text(
+        "def even(prompt, completion, completion_ids, row):\n"
+        "    return float(completion_ids[0] % 2 == 0)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
     words = [
-        "generation.engine=vllm", "generation.cache_gb=1.0", "mode=eager", "steps=2",
+        "generation.engine=vllm", "generation.cache_gb=1.0", "mode=eager", "steps=3",
         "model.dtype=float32", f"data.path={shared_data / 'gsm8k_train.jsonl'}",
-        "training.drop_zero_advantage=false",  # the tiny model gets nothing right
-        "evaluation.problems=4",
+        "reward=parity:even", "optimizer.learning_rate=3e-3", "evaluation.problems=4",
     ]  # fmt: skip
     found = metrics_of(train(RECIPES / "gsm8k.yaml", words, run_dir=tmp_path / "run"))
-    gaps = [step["train/engine_gap"] for step in found if step["step"] > 0]
-    assert len(gaps) == 2
-    assert all(0 < gap < 1e-3 for gap in gaps)
+    steps = [step for step in found if step["step"] > 0]
+    assert len(steps) == 3
+    assert all(step["train/grad_norm"] > 0 for step in steps)
+    assert all(0 < step["train/engine_gap"] < 1e-3 for step in steps)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Phi3Config, Phi3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 pytest.importorskip("peft", reason='needs the extra: pip install "m2flow[lora]"')
 
 from m2flow.errors import UserError
 from m2flow.flow import Place
 from m2flow.models.causal_lm import TinySpec, build_tiny
-from m2flow.models.lora import TARGETS, Summed, adapter_weights, add_lora, merged_weights
+from m2flow.models.lora import Summed, adapted_layers, adapter_weights, add_lora, merged_weights
 from m2flow.models.shape import model_from_config
 from m2flow.runtime.transport.groups import LaneGroups
 from m2flow.workloads.reasoning.config import ReasoningRecipe
@@ -64,7 +65,8 @@ def test_a_model_does_what_it_did_until_adapters_are_trained() -> None:
     ids = torch.arange(10)[None]
     assert torch.equal(plain(ids).logits, adapted(ids).logits)
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
-    assert len(trained) == 2 * 2 * len(TARGETS)
+    assert len(trained) == 2 * 2 * 7
+    assert len(adapted_layers(plain)) == 2 * 7
     assert all(".lora_" in name for name in trained)
     shape = model_from_config(plain.config.to_dict())
     count = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
@@ -75,8 +77,33 @@ def test_a_model_does_what_it_did_until_adapters_are_trained() -> None:
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
-    with pytest.raises(UserError, match=r"model\.lora_rank: the model has no layer.*got 4"):
+    with pytest.raises(UserError, match=r"model\.lora_rank: the model has no blocks.*got 4"):
         add_lora(torch.nn.Sequential(torch.nn.Linear(2, 2)), 4)
+
+
+def test_fused_projections_are_adapted_and_routers_are_not() -> None:
+    config = Phi3Config(
+        vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, pad_token_id=0,
+    )  # fmt: skip
+    names = {name.rpartition(".")[2] for name in adapted_layers(Phi3ForCausalLM(config))}
+    assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    mixture = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=32,
+            moe_intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+        )
+    )
+    names = {name.rpartition(".")[2] for name in adapted_layers(mixture)}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def test_what_is_published_computes_what_is_trained(folder: Path, tmp_path: Path) -> None:
@@ -86,9 +113,7 @@ def test_what_is_published_computes_what_is_trained(folder: Path, tmp_path: Path
     stepped(learner)
     published = {name: x.clone() for name, x in learner.weights().items()}
     changed = {name for name in before if not torch.equal(before[name], published[name])}
-    assert changed == {
-        name for name in before if name.split(".")[-2] in TARGETS and name.endswith("weight")
-    }
+    assert changed == {f"{name}.weight" for name in adapted_layers(tiny())}
     other = tiny()
     other.load_state_dict(published)
     ids = torch.arange(10)[None]

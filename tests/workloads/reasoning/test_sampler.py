@@ -228,6 +228,15 @@ def test_problems_of_middling_difficulty_are_asked_more_often() -> None:
     assert len(set(first)) > 45, "what was never asked is asked like what is in the band"
 
 
+def test_problems_outside_the_band_share_what_is_asked_whatever_their_weight() -> None:
+    """By powers of a small weight's inverse all keys were 0, and the first rows were asked."""
+    sampler, found = make(curriculum=Curriculum(ROWS, 0.2, 0.8, 1e-4)), set[int]()
+    for step in range(60):
+        found |= {slot[0].number for slot in sampler.asked(step)}
+        sampler.note(step, [1] * SLOTS, [(number, 0.0) for number in range(ROWS)])
+    assert len(found) > ROWS / 2
+
+
 def test_a_curriculum_goes_on_as_it_was() -> None:
     straight = simulated(make(curriculum=BAND), range(40))
     before = make(curriculum=BAND)

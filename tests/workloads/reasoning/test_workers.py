@@ -34,6 +34,7 @@ from m2flow.workloads.reasoning.workers import (
     shape_reward,
     whiten,
 )
+from m2flow.workloads.reasoning.workers.columns import kept_rows, one_longer, token_pairs
 from m2flow.workloads.reasoning.workers.generator import _cache_bytes
 
 MakeRecipe = Any
@@ -620,6 +621,20 @@ def test_behind_a_truncated_answer_the_critic_is_asked(
             with torch.no_grad():
                 value = critic.policy(longer[None]).logits[0, -1, 0]
             assert beyond == pytest.approx(float(value), abs=1e-4)
+
+
+def test_a_lane_without_samples_takes_part(
+    samples: Batch, warmed: ModelSource, tiny_recipe: MakeRecipe
+) -> None:
+    """In a gang that has fewer samples than lanes the calls of the others are collective."""
+    none = samples.select([])
+    assert kept_rows(none, drop_truncated=True) is None
+    critic = loaded(
+        Critic(warmed, tiny_recipe(algorithm={"name": "ppo", "truncated": "bootstrap"}))
+    )
+    valued = critic.values(none)
+    assert (len(valued), len(valued["beyond"])) == (0, 0)
+    assert len(one_longer(token_pairs(none)).completion_lengths_B) == 0
 
 
 # Rollouts that an engine should not give

@@ -153,13 +153,8 @@ class AgenticRecipe(reasoning.ReasoningRecipe):
                 expected=f"one of {', '.join(OF_GROUPS)}",
             )
         self._refuse_keys_of_one_turn()
-        if self.agent is not None and self.warmup.steps:
-            raise UserError(
-                "demonstrations are of m2flow's own tools, and an agent has others",
-                key="warmup.steps",
-                value=self.warmup.steps,
-                expected="0 where there is an agent",
-            )
+        if self.agent is not None:
+            self._refuse_keys_of_own_tools()
         if episode.credit == "turn" and self.turn_reward is None:
             raise UserError(
                 "without rewards of turns each turn's credit is the trajectory's",
@@ -168,6 +163,25 @@ class AgenticRecipe(reasoning.ReasoningRecipe):
                 hint="give turn_reward, or take it out",
             )
         return self
+
+    def _refuse_keys_of_own_tools(self) -> None:
+        for key, value, expected, why in (
+            (
+                "warmup.steps", self.warmup.steps or None, "0 where there is an agent",
+                "demonstrations are of m2flow's own tools, and an agent has others",
+            ),
+            (
+                "episode.dialect", {"tags": "tags"}.get(self.episode.dialect),
+                "chat where there is an agent",
+                "an agent's calls and answers are turns of a chat template",
+            ),
+            (
+                "data.system_prompt", self.data.system_prompt, "none where there is an agent",
+                "an agent writes its own messages",
+            ),
+        ):  # fmt: skip
+            if value is not None:
+                raise UserError(why, key=key, value=value, expected=expected)
 
     def _refuse_keys_of_one_turn(self) -> None:
         ask = "ask the model in a function of yours that reward names"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,13 +46,19 @@ class Dialect(Protocol):
         """A turn as the model should write it, for a demonstration: a last text, or a call."""
 
 
-def dialect_of(tokenizer: Any, episode: EpisodeSection, tools: Sequence[str]) -> Dialect:
+def dialect_of(
+    tokenizer: Any,
+    episode: EpisodeSection,
+    tools: Sequence[str],
+    chat_options: Mapping[str, Any] | None = None,
+) -> Dialect:
     """The dialect of a recipe for a model's tokenizer.
 
     Args:
         tokenizer: the model's.
         episode: names it.
         tools: names of the tools there are.
+        chat_options: variables of the chat template.
 
     Raises:
         UserError: the tokenizer cannot write it.
@@ -61,7 +67,7 @@ def dialect_of(tokenizer: Any, episode: EpisodeSection, tools: Sequence[str]) ->
     if name == "auto":
         name = "chat" if getattr(tokenizer, "chat_template", None) else "tags"
     if name == "chat":
-        return ChatDialect(tokenizer, episode.max_result_tokens)
+        return ChatDialect(tokenizer, episode.max_result_tokens, chat_options)
     return TagDialect(tokenizer, episode, tools)
 
 
@@ -157,11 +163,16 @@ class ChatDialect:
     closing_strings: tuple[str, ...] = ()
     _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
-    def __init__(self, tokenizer: Any, max_result_tokens: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_result_tokens: int,
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer, self.options = tokenizer, dict(chat_options or {})
         self._writer = _TokenWriter(tokenizer, max_result_tokens)
-        self._one = _between(tokenizer, 1)
-        two = _between(tokenizer, 2)
+        self._one = self._between(1)
+        two = self._between(2)
         # Some templates put all answers to one turn into one turn of their own.
         self._two_between = two[1]
         self._two_ends = two[0], two[2]
@@ -187,7 +198,33 @@ class ChatDialect:
 
     def message_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """What follows a turn where these messages, of any role, come next."""
-        return self._special(_after_turn(self._tokenizer, messages))
+        answers = [one["content"] for one in messages if one.get("role") == "tool"]
+        marks = map(_HERE.format, range(len(answers)))
+        marked = [{**one, "content": next(marks)} if one.get("role") == "tool" else one
+                  for one in messages]  # fmt: skip
+        rest, ids = _after_turn(self._tokenizer, marked, self.options), []
+        for number, answer in enumerate(answers):
+            before, _, rest = rest.partition(_HERE.format(number))
+            ids += self._special(before) + self._writer.cut(answer)[0]
+        return ids + self._special(rest)
+
+    def _between(self, count: int) -> tuple[str, ...]:
+        """What stands before, between and behind so many answers."""
+        texts = [_HERE.format(number) for number in range(count)]
+        answers = [{"role": "tool", "content": text} for text in texts]
+        rest = _after_turn(self._tokenizer, answers, self.options)
+        parts = []
+        for text in texts:
+            part, found, rest = rest.partition(text)
+            if not found:
+                raise UserError(
+                    "the chat template of the model's tokenizer leaves out what tools answer",
+                    key="episode.dialect",
+                    value="chat",
+                    hint="take a model that was tuned to use tools, or set episode.dialect to tags",
+                )
+            parts.append(part)
+        return (*parts, rest)
 
     def _special(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -210,7 +247,9 @@ def _read(text: str) -> ToolCall | ToolResult:
 _SAID, _HERE = "m2flow said", "m2flow answer {}"
 
 
-def _after_turn(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
+def _after_turn(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]
+) -> str:
     """The text that a template puts behind the end token of a turn, where these messages follow.
 
     Raises:
@@ -221,7 +260,9 @@ def _after_turn(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
         *messages,
     ]  # fmt: skip
     try:
-        text: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text: str = tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, **options
+        )
     except Exception as error:
         raise UserError(
             f"the chat template of the model's tokenizer cannot write turns of tools ({error})",
@@ -240,21 +281,3 @@ def _after_turn(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
             hint="set episode.dialect to tags, or eos_token to what ends a turn",
         )
     return after
-
-
-def _between(tokenizer: Any, count: int) -> tuple[str, ...]:
-    """What stands before, between and behind so many answers."""
-    texts = [_HERE.format(number) for number in range(count)]
-    rest = _after_turn(tokenizer, [{"role": "tool", "content": text} for text in texts])
-    parts = []
-    for text in texts:
-        part, found, rest = rest.partition(text)
-        if not found:
-            raise UserError(
-                "the chat template of the model's tokenizer leaves out what tools answer",
-                key="episode.dialect",
-                value="chat",
-                hint="take a model that was tuned to use tools, or set episode.dialect to tags",
-            )
-        parts.append(part)
-    return (*parts, rest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from m2flow.algorithms.confidence import wilson
-from m2flow.errors import UserError
+from m2flow.errors import RunFailed, UserError
 from m2flow.plan import parse_lanes
 from m2flow.workloads.agentic.config import AgenticRecipe
 from m2flow.workloads.agentic.experiment import AgenticExperiment, turn_figures
@@ -28,15 +28,22 @@ def examine(asked: Examination) -> dict[str, Any]:
     model = model_folder(asked.model)
     recipe = recipe_examined(asked, AgenticRecipe, {"model.path": str(model), "warmup.steps": 0})
     count = asked.limit or recipe.evaluation.problems
-    evaluation = recipe.evaluation.model_copy(update={"problems": count})
-    recipe = recipe.model_copy(update={"evaluation": evaluation})
+    # The checkpoint alone: what the run began with need not be there any more.
+    parts = {
+        "model": recipe.model.model_copy(update={"path": str(model)}),
+        "warmup": recipe.warmup.model_copy(update={"steps": 0}),
+        "evaluation": recipe.evaluation.model_copy(update={"problems": count}),
+    }
+    recipe = recipe.model_copy(update=parts)
     experiment = AgenticExperiment(recipe, ModelSource(str(model), recipe.model.dtype))
     problems, lanes = experiment.held_out(), asked.lanes or parse_lanes("auto")
     if problems is None:
         raise UserError("there are no held-out problems", key="--limit", value=count)
     result = examined(experiment.flow(), problems, lanes, asked.layout, "generator")
     figures = experiment.evaluation(result)
-    low, high = wilson(figures["eval/accuracy"], len(problems))
+    if not figures:
+        raise RunFailed(f"no problem could be judged: {result.output['failure'][0]}")
+    low, high = wilson(figures["eval/accuracy"], int(figures["eval/problems"]))
     return {
         "about": f"{len(problems)} held-out problems, with {', '.join(experiment.tools)}",
         "model": str(asked.model),

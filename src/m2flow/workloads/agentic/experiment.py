@@ -13,7 +13,7 @@ from m2flow.tools import ToolCall
 from m2flow.training.rollouts import TokenPairs
 from m2flow.user_code import user_function
 from m2flow.workloads.agentic.config import AgenticRecipe
-from m2flow.workloads.agentic.dialect import dialect_of
+from m2flow.workloads.agentic.dialect import ChatDialect, Dialect, dialect_of
 from m2flow.workloads.agentic.flow import Agent, HostedAgent, recipe_flow
 from m2flow.workloads.agentic.tasks import TASKS, TaskWithTurns
 from m2flow.workloads.agentic.workers.tool_user import toolbox_of
@@ -43,27 +43,38 @@ class AgenticExperiment(ReasoningExperiment):
 
     tasks = TASKS
     names = Names(max_new_tokens="episode.max_tokens")
+    cut = (
+        "at episode.max_tokens = {recipe.episode.max_tokens}, or in a turn at "
+        "generation.max_new_tokens = {recipe.generation.max_new_tokens}: raise them"
+    )
     recipe: AgenticRecipe
 
     def __init__(self, recipe: AgenticRecipe, model: ModelSource | None = None) -> None:
         self._schemas: list[dict[str, Any]] = []
         self.tools: tuple[str, ...] = ()
-        episode = recipe.episode
         if recipe.agent is None:
-            box = toolbox_of(recipe.tools, episode)
+            box = toolbox_of(recipe.tools, recipe.episode)
             self._schemas, self.tools = box.schemas(), tuple(box.tools)
             box.close()
         else:
             user_function(recipe.agent.function, "agent.function")
-            episode = episode.model_copy(update={"dialect": "chat"})
         self.turn_rewards = loaded(recipe.turn_reward or (), "turn_reward")
         super().__init__(recipe, model)
-        dialect_of(self._starting_tokenizer(), episode, self.tools)  # refuses what it cannot write
+        self._dialect_of(self._starting_tokenizer())  # refuses what it cannot write
+
+    def _dialect_of(self, tokenizer: Any) -> Dialect:
+        recipe = self.recipe
+        options = None if recipe.data.chat is False else recipe.data.chat_options
+        if recipe.agent is not None:
+            return ChatDialect(tokenizer, recipe.episode.max_tokens, options)
+        return dialect_of(tokenizer, recipe.episode, self.tools, options)
 
     def _chat_options(self, tokenizer: Any) -> Mapping[str, Any]:
         options = self.recipe.data.chat_options
-        has_template = bool(getattr(tokenizer, "chat_template", None))
-        return {"tools": self._schemas, **options} if has_template and self._schemas else options
+        told = getattr(tokenizer, "chat_template", None) and self.recipe.data.chat is not False
+        if told and self._schemas and self.recipe.episode.dialect != "tags":
+            return {"tools": self._schemas, **options}
+        return options
 
     @property
     def _max_new(self) -> int:
@@ -77,7 +88,7 @@ class AgenticExperiment(ReasoningExperiment):
         assert isinstance(self.task, TaskWithTurns)
         shown = [self.task.demonstration(n) for n in range(warmup.steps * warmup.samples_per_step)]
         prompts = prompt_rows(tokenizer, [Problem(prompt, "") for prompt, _ in shown], self._chat)
-        dialect = dialect_of(tokenizer, self.recipe.episode, self.tools)
+        dialect = self._dialect_of(tokenizer)
         box = toolbox_of(self.recipe.tools, self.recipe.episode)
         calls = [turn for _, turns in shown for turn in turns if isinstance(turn, ToolCall)]
         results = box.carry_out(calls)
@@ -124,7 +135,8 @@ class AgenticExperiment(ReasoningExperiment):
     def evaluation(self, result: StepResult) -> dict[str, float]:
         figures = turn_figures(result.output)
         names = ("turns/mean", "tools/calls")
-        return super().evaluation(result) | {f"eval/{name}": figures[name] for name in names}
+        found = super().evaluation(result)
+        return found and found | {f"eval/{name}": figures[name] for name in names}
 
     def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
         rows = super().samples(result, count)

@@ -75,6 +75,14 @@ def prices(recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
     drawn = turns * TURN_SHARE * turn
     if assumed.answer_tokens is not None:
         drawn = assumed.answer_tokens
+        if not drawn < episode.max_turns * turn:
+            raise UserError(
+                "no trajectories draw so many tokens in the mean under these limits",
+                key="--answer-tokens",
+                value=drawn,
+                expected=f"less than episode.max_turns x generation.max_new_tokens = "
+                f"{episode.max_turns * turn}",
+            )
     result = RESULT_SHARE * episode.max_result_tokens
     whole = min(drawn + (turns - 1) * result, 0.9 * episode.max_tokens)
     limited = recipe.model_copy(

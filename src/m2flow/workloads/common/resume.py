@@ -24,7 +24,10 @@ MAY_CHANGE = {
 }  # fmt: skip
 """Keys that may differ when a run is resumed: they change no weight, but by rounding."""
 
-FREE_TABLES = {"data.options", "environment.options", "tiny"}
+FREE_TABLES = {
+    "data.options", "data.dataset", "data.chat_options", "judge.chat_options",
+    "environment.options", "tiny", "states",
+}  # fmt: skip
 """Tables whose keys the user chooses."""
 
 
@@ -96,17 +99,19 @@ def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
 
 
 def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> None:
-    for key in old:
-        if prefix + key in MAY_CHANGE or old[key] == new[key]:
+    for key, before in old.items():
+        now = new.get(key)
+        if prefix + key in MAY_CHANGE or (key in new and before == now):
             continue
-        if isinstance(old[key], dict) and prefix + key not in FREE_TABLES:
-            _check_same(old[key], new[key], f"{prefix}{key}.")
+        free = prefix + key in FREE_TABLES
+        if isinstance(before, dict) and isinstance(now, dict) and not free:
+            _check_same(before, now, f"{prefix}{key}.")
             continue
         raise UserError(
             "differs from the run that is to be resumed",
             key=prefix + key,
-            value=new[key],
-            expected=repr(old[key]),
+            value=now,
+            expected=repr(before),
             hint="start a new run to change it",
         )
 

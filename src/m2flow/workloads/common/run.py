@@ -335,6 +335,8 @@ class Training:
         figures = self.experiment.metrics(result) | step_figures(result)
         if (tokens := figures.get("tokens/generated")) is not None:
             figures["throughput/tokens_per_s"] = tokens / result.seconds
+        if (samples := figures.get("samples")) is not None:  # less those that are carried over
+            figures["throughput/samples_per_s"] = samples / result.seconds
         figures |= self._lanes_lost(run) | self._against_plan(run, result)
         if result.recalled:
             figures["rollouts/recalled"] = float(result.recalled)

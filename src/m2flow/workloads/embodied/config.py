@@ -171,6 +171,7 @@ class PolicySection(Section):
     @model_validator(mode="after")
     def _keys_belong_to_the_kind(self) -> PolicySection:
         common.refuse_keys_of_others(self, "policy.kind", KEYS_OF_POLICIES)
+        common.refuse_keys_of_others(self, "policy.noise", {"noise_level": ("sde",)})
         if self.kind == "openvla-oft" and self.chunk == 1:
             raise UserError(
                 "openvla-oft decodes the actions of a chunk at once, and reads no other chunk than "
@@ -226,6 +227,7 @@ KEYS_OF_ALGORITHMS = {
     "clip_low": ("ppo", "grpo"),
     "clip_high": ("ppo", "grpo"),
     "entropy_coefficient": ("ppo", "grpo"),
+    "gamma": ("ppo", "sac"),
     "lam": ("ppo",),
     "advantage_level": ("ppo",),
     "value_clip": ("ppo",),
@@ -487,7 +489,15 @@ class EmbodiedRecipe(common.Recipe):
                 value="action",
                 expected="chunk",
             )
+        self.optimizer.check_schedule(self.optimizer_steps)
         sac = self.algorithm.name == "sac"
+        if sac and self.replay.begin > self.replay.capacity:
+            raise UserError(
+                "the buffer never holds so many transitions, so that nothing is learned",
+                key="replay.begin",
+                value=self.replay.begin,
+                expected=f"at most replay.capacity = {self.replay.capacity}",
+            )
         if sac and (self.policy.kind, self.policy.distribution) != ("mlp", "squashed"):
             raise UserError(
                 "sac is for policies of states whose actions are squashed to their bounds",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from m2flow.algorithms.confidence import wilson
+from m2flow.algorithms.confidence import of_shares
 from m2flow.errors import RunFailed, UserError
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common.examining import examined, recipe_examined, refuse_unheeded
@@ -53,7 +53,7 @@ def examine(asked: Examination) -> dict[str, Any]:
     if not figures:
         raise RunFailed(f"all {count} episodes of {recipe.environment.name} failed")
     tasks = experiment.success_by_task(starts, result)
-    low, high = wilson(figures["eval/success"], figures["eval/episodes"])
+    low, high = of_shares(experiment.success_by_start(starts, result))
     return {
         "about": f"{int(figures['eval/episodes'])} episodes of {recipe.environment.name}",
         "model": str(asked.model),

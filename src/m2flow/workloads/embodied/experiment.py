@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,6 +199,24 @@ class EmbodiedExperiment:
                 found[self.spec.task_of(state)] += [one["success_once"] for one in episodes]
         return {name: sum(some) / len(some) for name, some in found.items() if some}
 
+    def success_by_start(self, starts: Batch, result: StepResult) -> list[float]:
+        """Share of successes of each numbered initial state, whose episodes depend on each other: a
+        policy without chance does the same in all of them. Where states are not numbered each
+        episode is one of its own.
+
+        Args:
+            starts: those of the evaluation.
+            result: of it.
+        """
+        numbered = self.spec.num_initial_states is not None
+        found: dict[int, list[float]] = {}
+        rows = zip(starts["initial_state"].tolist(), result.output["episodes"], strict=True)
+        for row, (state, episodes) in enumerate(rows):
+            solved = [float(one["success_once"]) for one in episodes]
+            if solved:
+                found.setdefault(state if numbered else row, []).extend(solved)
+        return [fmean(some) for some in found.values()]
+
     def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
         """Nothing to read: episodes are filmed."""
         return []
@@ -228,8 +247,8 @@ class EmbodiedExperiment:
         if not any(failed):
             return ()
         found = ["a simulator crashed, hung or gave NaN: its episode is not trained on"]
-        if not finished:
-            found.append("no episode came to an end: there is nothing to learn from")
+        if not sum(result.output["steps_taken"]):
+            found.append("no step is left of any episode: there is nothing to learn from")
         return found
 
     def films(self, result: StepResult) -> Sequence[Film]:
@@ -300,13 +319,14 @@ def episode_figures(output: Batch) -> dict[str, float]:
     """Means over the episodes that ended in a step's rollouts."""
     episodes = [one for some in output["episodes"] for one in some]
     names = ("return", "length", "success_once", "success")
-    figures = {
-        f"episodes/{name}": sum(one[name] for one in episodes) / max(1, len(episodes))
-        for name in names
-    }
+    figures: dict[str, float] = {}
+    if episodes:  # of none they would read 0
+        figures = {f"episodes/{name}": fmean(one[name] for one in episodes) for name in names}
+        figures |= {
+            "reward/mean": figures["episodes/return"],
+            "success/mean": figures["episodes/success_once"],
+        }
     return figures | {
-        "reward/mean": figures["episodes/return"],
-        "success/mean": figures["episodes/success_once"],
         "episodes/finished": float(len(episodes)),
         "episodes/failed": float(sum(int(count) for count in output["failed"])),
     }

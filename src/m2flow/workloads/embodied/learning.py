@@ -72,6 +72,8 @@ class PolicyUpdate:
             policy.named_parameters(), config, shards, first_after=first_after
         )
         self.skips = Skips(recipe.max_skipped_updates)
+        of_critic = getattr(policy, "critic", None)
+        self._of_critic = set() if of_critic is None else set(of_critic.modules())
 
     def run(self, rollouts: Batch | None, all_reduce: AllReduce | None) -> dict[str, float]:
         """All passes over the turns of a step; every lane of the worker calls it.
@@ -84,6 +86,7 @@ class PolicyUpdate:
             Means over the optimizer steps, the same on every lane; `turns` is a sum over them.
         """
         update, version = self.recipe.update, self.optimizer.num_steps
+        critic_alone = self._critic_alone
         turns = None if rollouts is None else turns_of(rollouts)
         algorithm = self.recipe.algorithm
         if algorithm.name == "ppo" and algorithm.normalize_advantage:
@@ -119,7 +122,7 @@ class PolicyUpdate:
         figures["turns"] = sum(one.get("turns", 0.0) for one in found)
         if algorithm.name == "ppo":
             figures["explained_variance"] = _explained_variance(turns, all_reduce)
-        self._see(turns, all_reduce)
+        self._see(turns, all_reduce, critic_alone)
         return figures
 
     def tensors(self) -> Iterator[Tensor]:
@@ -212,9 +215,16 @@ class PolicyUpdate:
         found = [one for one in self.policy.running_statistics() if isinstance(one, ReturnScale)]
         return found[0].scale if found else 1.0
 
-    def _see(self, turns: TrainingTurns | None, all_reduce: AllReduce | None) -> None:
-        """Take the states and returns of the step into the policy's running statistics."""
+    def _see(
+        self, turns: TrainingTurns | None, all_reduce: AllReduce | None, critic_alone: bool
+    ) -> None:
+        """Take the states and returns of the step into the policy's running statistics.
+
+        Where the critic alone learns, into none that an action depends on.
+        """
         for statistics in self.policy.running_statistics():
+            if critic_alone and statistics.of == "state" and statistics not in self._of_critic:
+                continue
             values = None
             if turns is not None:
                 returns = statistics.of == "return"

@@ -102,8 +102,8 @@ class AlgorithmSection(Section):
     @classmethod
     def _as_the_name_says(cls, data: Any) -> Any:
         """Keys that are not said are those of the algorithm of that name."""
-        known = isinstance(data, dict) and data.get("name", "grpo") in ALGORITHMS
-        return ALGORITHMS[data.get("name", "grpo")] | data if known else data
+        name = data.get("name", "grpo") if isinstance(data, dict) else None
+        return ALGORITHMS[name] | data if isinstance(name, str) and name in ALGORITHMS else data
 
     @model_validator(mode="after")
     def _keys_belong_to_the_algorithm(self) -> AlgorithmSection:
@@ -114,6 +114,20 @@ class AlgorithmSection(Section):
                 key="algorithm.scale",
                 value="group",
                 expected="step or none",
+            )
+        if self.scale == "group" and self.name == "rloo":
+            raise UserError(
+                "rloo divides advantages by no deviation of their group",
+                key="algorithm.scale",
+                value="group",
+                expected="none or step",
+            )
+        if self.dual_clip is not None and self.surrogate == "cispo":
+            raise UserError(
+                "cispo bounds the weight of each token, and has no second clip",
+                key="algorithm.dual_clip",
+                value=self.dual_clip,
+                hint="set algorithm.surrogate to clip, or take it out",
             )
         if self.further_draws and self.equal_groups == "keep":
             raise UserError(

@@ -463,14 +463,17 @@ class ReasoningRecipe(common.Recipe):
                     value=value,
                     hint="set model.dtype to bfloat16, or take it out",
                 )
-        optimizer, optimizer_steps = self.optimizer, self.optimizer_steps
-        if optimizer.schedule != "constant" and optimizer.warmup_steps >= optimizer_steps:
-            raise UserError(
-                f"leaves nothing of the {optimizer.schedule} schedule",
-                key="optimizer.warmup_steps",
-                value=optimizer.warmup_steps,
-                expected=f"fewer than steps x minibatches x epochs = {optimizer_steps}",
-            )
+        self.optimizer.check_schedule(self.optimizer_steps)
+        for key in ("gap_level", "gap_rule", "gap_cap"):
+            value = getattr(self.algorithm, key)
+            default = AlgorithmSection.model_fields[key].default
+            if value != default and not self.training.recompute_logprobs:
+                raise UserError(
+                    "nothing is weighted by the gap between engine and trainer",
+                    key=f"algorithm.{key}",
+                    value=value,
+                    hint="set training.recompute_logprobs to true, or take it out",
+                )
         if not self.algorithm.has_critic and self.critic != CriticSection():
             raise UserError(
                 f"{self.algorithm.name} has no critic",

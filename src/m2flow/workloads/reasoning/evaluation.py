@@ -84,7 +84,7 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     settings = as_trained(asked, context)
     assert settings.max_new_tokens is not None and settings.temperature is not None
     assert settings.reward is not None
-    rewards_by = loaded([RewardPart(function=settings.reward)], "--reward")
+    rewards_by = loaded([_part_of(asked, settings.reward)], "--reward")
     options = settings.chat_options
     chat = chat_of(tokenizer, settings.chat, settings.system_prompt, options, key="--chat")
     problems = _problems(settings)
@@ -203,6 +203,15 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     1 - C(n - c, k) / C(n, k): Chen et al. 2021 (arXiv 2107.03374), equation 1.
     """
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def _part_of(asked: Examination, function: str) -> RewardPart:
+    """The part of the run's reward that has the function, with its deadline; or the function."""
+    run = run_of(asked.model)
+    recipe = None if run is None else recipe_of(run)
+    parts = recipe.reward if isinstance(recipe, ReasoningRecipe) else None
+    named = [part for part in parts or () if part.function == function]
+    return (named or [RewardPart(function=function)])[0].model_copy(update={"weight": 1.0})
 
 
 def as_trained(asked: Examination, context: int | None) -> Examination:

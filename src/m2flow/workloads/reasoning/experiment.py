@@ -44,7 +44,7 @@ from m2flow.workloads.reasoning.figures import (
     sampling_figures,
 )
 from m2flow.workloads.reasoning.flow import GRPO, PPO, Reinforce, recipe_flow
-from m2flow.workloads.reasoning.health import HealthCheck, hints
+from m2flow.workloads.reasoning.health import CUT, HealthCheck, hints
 from m2flow.workloads.reasoning.judging import check_judging_models
 from m2flow.workloads.reasoning.named import check_task, rewards_of, task_of
 from m2flow.workloads.reasoning.sampler import Asked, Curriculum, Sampler, SamplerState
@@ -93,6 +93,9 @@ class ReasoningExperiment:
     names = Names()
     """What the recipe calls the sizes that a prompt must fit into."""
 
+    cut = CUT
+    """Where answers are cut off, and what helps."""
+
     def __init__(self, recipe: ReasoningRecipe, model: ModelSource | None = None) -> None:
         self.recipe = recipe
         self.task = task_of(recipe, self.tasks)
@@ -107,6 +110,8 @@ class ReasoningExperiment:
         tokenizer = self._starting_tokenizer()
         path, positions = recipe.model.path, recipe.model.max_position_embeddings
         self._context = positions if path is None else context_of(path)
+        if path is not None:
+            self.names = replace(self.names, context=f"max_position_embeddings of {path}")
         data = recipe.data
         self._chat = chat_of(
             tokenizer, data.chat, data.system_prompt, self._chat_options(tokenizer)
@@ -172,12 +177,14 @@ class ReasoningExperiment:
         return SPECIAL_TOKENS + len(prompt_rows(tokenizer, [Problem("", "")], self._chat)[0])
 
     def _check_prompts(self, tokenizer: Any) -> None:
-        """Encode the first prompts, and those of a file that might not fit into the context."""
+        """Encode the first prompts, and those of a file that might not be written, or not fit."""
         first = self.recipe.prompts_per_step
         problems = [self.task.train(index) for index in range(first)]
         rest = map(self.task.train, range(first, self.task.num_train or 0))
         around = self._around(tokenizer)
-        problems += [p for p in rest if may_not_fit(p, self._context, self._max_new, around)]
+        context, new = self._context, self._max_new
+        # Those too that begin with other turns, which not every template writes.
+        problems += [p for p in rest if p.before or may_not_fit(p, context, new, around)]
         data = self.recipe.data
         files = (data.path or "data", data.eval_path or data.path or "data")
         for file, some in zip(files, (problems, self._held_out), strict=True):
@@ -347,34 +354,44 @@ class ReasoningExperiment:
 
     def metrics(self, result: StepResult) -> dict[str, float]:
         """The figures of a training step, as metrics.jsonl names them."""
-        group = self.recipe.samples_per_prompt
         output = ended_groups(result.output)
-        figures = sample_figures(output, group)
-        if self.recipe.verifies and "verified" in output:  # of functions, whatever models add
-            right = [worth >= 1.0 for worth in output["verified"]]
-            figures["accuracy/mean"] = sum(right) / len(right)
-        if "version" in output:
-            oldest = min(first for first, _ in output["version"])
-            figures["staleness/oldest_token"] = float(result.step - oldest)
+        figures = self._figures_of(output, result.step) if len(output) else {"samples": 0.0}
         if BEGUN in output:
             begun = result.output[BEGUN]
             going_on = sum(one is not None for one in begun)
             figures["sampling/carried_share"] = going_on / len(begun)
         elif self._sampler is not None:
-            figures |= sampling_figures(output, group) | self._sampler.figures_of(result.step)
+            of_problems = sampling_figures(output, self.recipe.samples_per_prompt)
+            figures |= of_problems | self._sampler.figures_of(result.step)
         for name, value in result.metrics.items():
             figures[METRIC_NAMES.get(name, name if "/" in name else f"train/{name}")] = value
         return figures
 
+    def _figures_of(self, output: Batch, step: int) -> dict[str, float]:
+        figures = sample_figures(output, self.recipe.samples_per_prompt)
+        if self.recipe.verifies and "verified" in output:  # of functions, whatever models add
+            right = [worth >= 1.0 for worth in output["verified"]]
+            figures["accuracy/mean"] = sum(right) / len(right)
+        if "version" in output:
+            oldest = min(first for first, _ in output["version"])
+            figures["staleness/oldest_token"] = float(step - oldest)
+        return figures
+
     def evaluation(self, result: StepResult) -> dict[str, float]:
-        """The figures of an evaluation."""
-        rewards, lengths = result.output["reward"], result.output["num_tokens"]
-        return {
+        """The figures of an evaluation, as means over the problems that could be judged."""
+        failures = result.output["failure"]
+        judged = result.output.select([row for row, why in enumerate(failures) if not why])
+        if not len(judged):
+            return {}
+        rewards, lengths = judged["reward"], judged["num_tokens"]
+        figures = {
             "eval/accuracy": sum(reward >= 1.0 for reward in rewards) / len(rewards),
             "eval/reward": sum(rewards) / len(rewards),
             "eval/length": sum(lengths) / len(lengths),
             "eval/problems": float(len(rewards)),
         }
+        failed = len(failures) - len(judged)
+        return figures | ({"eval/failed_share": failed / len(failures)} if failed else {})
 
     def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
         """A few rollouts of a step for people to read: those without a reward, then any."""
@@ -395,7 +412,9 @@ class ReasoningExperiment:
             RunFailed: no sample has one: there is nothing to learn from. Or half of them have none,
                 once more in a row than `max_skipped_updates`.
         """
-        output, most = result.output, self.recipe.max_skipped_updates
+        output, most = ended_groups(result.output), self.recipe.max_skipped_updates
+        if not len(output):
+            return ()
         why = list(dict.fromkeys(reason for reason in output["failure"] if reason))
         failed = sum(bool(reason) for reason in output["failure"])
         self._failing = self._failing + 1 if 2 * failed >= len(output) else 0
@@ -411,7 +430,7 @@ class ReasoningExperiment:
                 f"prompt {first['prompt'][-200:]!r}, completion {first['completion'][-200:]!r}"
             )
         alarms = [f"{one}; the sample is not trained on" for one in why]
-        for check, hint in hints(self.metrics(result), self.recipe).items():
+        for check, hint in hints(self.metrics(result), self.recipe, self.cut).items():
             if check not in self._hinted:
                 self._hinted.add(check)
                 alarms.append(hint)

@@ -22,6 +22,8 @@ def sample_figures(output: Batch, group_size: int) -> dict[str, float]:
     every = torch.tensor(output["reward"], dtype=torch.float64)
     judged_B = ~torch.tensor(failed)
     rewards = every[judged_B]
+    if "shaped" in output:  # what advantages are made of
+        every = output["shaped"]
     equal = equal_groups(every, group_size, judged_B)[::group_size]
     truncated = sum(reason != "stop" for reason in output["finish_reason"])
     tokens = sum(output["num_tokens"])

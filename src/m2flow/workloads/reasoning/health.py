@@ -20,7 +20,8 @@ class HealthCheck(NamedTuple):
     Attributes:
         figure: that is looked at; no figure, nothing wrong.
         wrong: whether its value says so, in a recipe, beside the other figures.
-        hint: what it means and what helps; `{value}` is the figure, `{recipe}` the recipe.
+        hint: what it means and what helps; `{value}` is the figure, `{recipe}` the recipe, `{cut}`
+            where answers are cut and what helps there.
     """
 
     figure: str
@@ -56,9 +57,7 @@ CHECKS = (
     HealthCheck(
         "length/truncated_share",
         lambda share, _, __: share >= 0.25,
-        "{value:.0%} of the answers are cut off at generation.max_new_tokens = "
-        "{recipe.generation.max_new_tokens}: raise it, or penalise length with "
-        "algorithm.overlong_buffer",
+        "{value:.0%} of the answers are cut off {cut}",
     ),
     HealthCheck(
         "reward/failed_share",
@@ -116,10 +115,24 @@ CHECKS = (
 )
 
 
-def hints(figures: Figures, recipe: ReasoningRecipe) -> dict[HealthCheck, str]:
-    """The checks that a step's figures do not pass, each in words."""
+CUT = (
+    "at generation.max_new_tokens = {recipe.generation.max_new_tokens}: raise it, or penalise "
+    "length with algorithm.overlong_buffer"
+)
+"""Where answers of one turn are cut off."""
+
+
+def hints(figures: Figures, recipe: ReasoningRecipe, cut: str = CUT) -> dict[HealthCheck, str]:
+    """The checks that a step's figures do not pass, each in words.
+
+    Args:
+        figures: of the step.
+        recipe: of the run.
+        cut: where answers are cut off, and what helps; `{recipe}` is the recipe.
+    """
+    where = cut.format(recipe=recipe)
     return {
-        check: check.hint.format(value=figures[check.figure], recipe=recipe)
+        check: check.hint.format(value=figures[check.figure], recipe=recipe, cut=where)
         for check in CHECKS
         if check.figure in figures and check.wrong(figures[check.figure], recipe, figures)
     }

@@ -15,6 +15,7 @@ library only: this knows neither texts nor tensors, and `m2flow.plan.file` write
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 
@@ -22,6 +23,9 @@ from m2flow.workloads.reasoning.tasks.problem import generator
 
 MEMORY = 0.5
 """Share of the rate before in the rate after a further measurement."""
+
+TINIEST = 2.0**-1074
+"""Stands for a draw of 0, which has no logarithm."""
 
 
 @dataclass(frozen=True)
@@ -222,15 +226,15 @@ class Sampler:
     def _chosen(self, step: int, count: int) -> list[Asked]:
         """Problems by weight, without asking one twice unless there are too few.
 
-        Each draws a key, `u ** (1 / weight)` with u uniform, and the largest keys are taken
-        (Efraimidis and Spirakis 2006, algorithm A): of what is left each is taken in proportion
-        to its weight.
+        Each draws a key, `log(u) / weight` with u uniform, and the largest keys are taken
+        (Efraimidis and Spirakis 2006, algorithm A, whose `u ** (1 / weight)` is 0 for small
+        weights): of what is left each is taken in proportion to its weight.
         """
         curriculum, now = self.curriculum, self._now
         assert curriculum is not None
         random = generator("curriculum", self.seed, step)
         keys = [
-            random.random() ** (1.0 / curriculum.weight(now.rates.get(number)))
+            math.log(random.random() or TINIEST) / curriculum.weight(now.rates.get(number))
             for number in range(curriculum.rows)
         ]
         order = sorted(range(curriculum.rows), key=lambda number: -keys[number])

@@ -13,7 +13,8 @@ from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.generation.causal_lms import check_packs
-from m2flow.generation.supported import check_supported, not_fused
+from m2flow.generation.supported import check_experts, check_supported, not_fused
+from m2flow.models.folder import check_not_quantized
 from m2flow.models.shape import ModelShape, config_of, model_from_config, read_model
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 
@@ -42,7 +43,12 @@ def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
     if recipe.generation.engine == "native":
         check_generation(source, key)
     with _named(source, key) as config:
-        if config is not None and not_fused(config) is not None:
+        if config is None:
+            return
+        check_not_quantized(config, source)
+        if recipe.generation.engine != "native":
+            check_experts(config)
+        if not_fused(config) is not None:
             check_packs(config)
 
 

@@ -146,6 +146,9 @@ def answers_of(
     addition = recipe.data.task == "addition"
     bytes_read = model is None and recipe.model.path is None and not addition
     assumed: list[str] = []
+    for key, said in (("--prompt-tokens", prompt_tokens), ("--answer-tokens", answer_tokens)):
+        if said is not None and not math.isfinite(said):
+            raise UserError("is not finite", key=key, value=said)
     if prompt_tokens is None:
         prompt_tokens = PROMPT_TOKENS * (BYTES_PER_TOKEN if bytes_read else 1)
         if addition:

@@ -1,9 +1,10 @@
 """LoRA on vision-language-action models by peft: every linear layer of towers and decoders.
 
-Of OpenVLA only the adapters, its projector's among them, and the value head train; a saved
-checkpoint has them added to the weights. pi0's projections of states, actions and times have no
-pretrained weights that adapters could keep near: they train in full, as openpi trains them beside
-adapters of its language models; noise network and value head do too.
+Of OpenVLA only the adapters, its projector's among them, the projector of the robot's state and the
+value head train; a saved checkpoint has the adapters added to the weights. pi0's projections of
+states, actions and times have no pretrained weights that adapters could keep near: they train in
+full, as openpi trains them beside adapters of its language models; noise network and value head do
+too.
 """
 
 from __future__ import annotations

@@ -97,6 +97,7 @@ class Conversation:
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=True,
+                **self._dialect.options,
             )
         except Exception as error:
             raise RefusedRequest(f"the chat template refuses the messages: {error}") from error
@@ -134,7 +135,7 @@ class Conversation:
         if all(message.get("role") == "tool" for message in messages):
             answers = [ToolResult(_text(message.get("content"))) for message in messages]
             return end + self._dialect.result_ids(answers)[0]
-        return end + self._dialect.message_ids([dict(message) for message in messages])
+        return end + self._dialect.message_ids(list(map(_with_text, messages)))
 
     @property
     def context(self) -> list[int]:
@@ -179,6 +180,13 @@ class Conversation:
                 for number, call in enumerate(calls)
             ],
         }
+
+
+def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message, that of a tool with its content as one text."""
+    if message.get("role") != "tool":
+        return dict(message)
+    return {**message, "content": _text(message.get("content"))}
 
 
 def _text(content: Any) -> str:

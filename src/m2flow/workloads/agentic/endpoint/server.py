@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from m2flow.errors import UserError
 from m2flow.workloads.agentic.endpoint.conversation import Conversation, RefusedRequest
 
 MAX_BYTES = 16 << 20
@@ -85,6 +86,7 @@ class ConversationServer:
             RefusedRequest: it cannot be answered.
         """
         limit = self._checked(asked)
+        messages, tools = _objects(asked, "messages"), _objects(asked, "tools")
         with self._lock:
             conversation = self._conversations.get(key)
             if conversation is None:
@@ -93,8 +95,7 @@ class ConversationServer:
                 raise RefusedRequest("one request at a time: the last one is not answered yet")
             self._busy.add(key)
         try:
-            tools = asked.get("tools") or ()
-            message = conversation.extend(asked.get("messages") or (), tools)
+            message = conversation.extend(messages, tools)
             if message is None:
                 message = conversation.take(self._draw(conversation, limit))
         finally:
@@ -117,6 +118,13 @@ class ConversationServer:
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise RefusedRequest(f"max_tokens must be 1 or more, and is {limit!r}")
         return limit
+
+
+def _objects(asked: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    found = asked.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise RefusedRequest(f"{name} must be a list of objects")
+    return found
 
 
 def _completion(conversation: Conversation, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +162,8 @@ def _chunks(completion: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator
     shared["object"] = "chat.completion.chunk"
     for delta, reason in ((message, None), ({}, choice["finish_reason"])):
         yield {**shared, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
-    if (asked.get("stream_options") or {}).get("include_usage"):
+    options = asked.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
         yield {**shared, "choices": [], "usage": completion["usage"]}
 
 
@@ -199,6 +208,8 @@ class _ConversationHandler(BaseHTTPRequestHandler):
                 self._send(200, completion)
         except UnknownKey as error:
             self._refuse(401, str(error))
+        except UserError as error:  # such as messages that the chat template cannot write
+            self._refuse(400, str(error))
         except (ValueError, RecursionError):
             self._refuse(400, "the request is no JSON")
         except RefusedRequest as error:

@@ -5,7 +5,7 @@ Who answers, a toolbox or another policy, is a subclass's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,18 +26,27 @@ class Caller(Worker):
         model: whose tokenizer turns answers into tokens.
         episode: limits, and how calls are written.
         tools: names of what may be called.
+        chat_options: variables of the chat template, where answers are turns of one.
     """
 
     dialect: Dialect
 
-    def __init__(self, model: ModelSource, episode: EpisodeSection, tools: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: ModelSource,
+        episode: EpisodeSection,
+        tools: Sequence[str],
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.model, self.episode, self.tools = model, episode, tuple(tools)
+        self.chat_options = chat_options
 
     def load(self, place: Place) -> None:
         super().load(place)
         from m2flow.workloads.agentic.dialect import dialect_of
 
-        self.dialect = dialect_of(self.model.tokenizer(), self.episode, self.tools)
+        tokenizer = self.model.tokenizer()
+        self.dialect = dialect_of(tokenizer, self.episode, self.tools, self.chat_options)
 
     def answers(self, calls: Sequence[ToolCall], seeds: Sequence[int]) -> list[ToolResult]:
         """The answer of each call.

@@ -54,7 +54,8 @@ class AgentHost(TurnGenerator):
 
         self._function = user_function(self.agent.function, "agent.function")
         self.tokenizer = self.model.tokenizer()
-        self.dialect = ChatDialect(self.tokenizer, self.episode.max_tokens)
+        limit = self.episode.max_tokens
+        self.dialect = ChatDialect(self.tokenizer, limit, self.chat_options)
 
     @stage(streaming=True, expands="samples_per_prompt")
     def host(
@@ -95,9 +96,9 @@ class Hosting:
         self._host, self._greedy = host, greedy
         self._engine = host.engine
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        temperature = 0.0 if greedy else host.temperature
+        # The recipe's own in an evaluation too, which is greedy whatever an agent asks.
         self._server = ConversationServer(
-            self._draw, {"temperature": temperature, "top_p": host.top_p}
+            self._draw, {"temperature": host.temperature, "top_p": host.top_p}
         )
         limits = host.agent.concurrency, host.agent.deadline_seconds
         self._agents = Agents(host._function, *limits, self._events)

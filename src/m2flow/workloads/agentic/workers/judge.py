@@ -143,6 +143,9 @@ def turn_advantage(
         rest_B = torch.stack([row[number:].sum() for row in rewards])
         some: Batch = group_advantage(samples.with_columns(shaped=outcome_B + rest_B), **settings)
         of_turn.append(some["advantage"])
+    if drop_equal:  # of turns something may be learned where trajectories are worth the same
+        alive_G = torch.stack(of_turn).view(len(of_turn), -1, group_size).ne(0).any(2).any(0)
+        compared = compared.with_columns(dropped=~alive_G.repeat_interleave(group_size))
     lengths, pieces = samples["completion_ids"].lengths, []
     for row, (ends, length) in enumerate(zip(samples["turn_ends"].rows(), lengths, strict=True)):
         bounds = [0, *ends.tolist()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from m2flow.flow import Place
 from m2flow.tools import Toolbox, ToolCall, ToolResult, make_tools
@@ -33,7 +34,7 @@ class ToolUser(Caller):
     """Answers calls by tools, each within its deadline.
 
     Args:
-        model, episode, tools: as for `Caller`.
+        model, episode, tools, chat_options: as for `Caller`.
         parts: the tools.
     """
 
@@ -43,8 +44,9 @@ class ToolUser(Caller):
         episode: EpisodeSection,
         tools: Sequence[str],
         parts: Sequence[ToolPart],
+        chat_options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(model, episode, tools)
+        super().__init__(model, episode, tools, chat_options)
         self.parts = tuple(parts)
 
     def load(self, place: Place) -> None:

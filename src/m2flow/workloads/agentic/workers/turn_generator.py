@@ -43,7 +43,8 @@ class TurnGenerator(Generator):
     def load(self, place: Place) -> None:
         from m2flow.workloads.agentic.dialect import dialect_of
 
-        self._dialect = dialect_of(self.model.tokenizer(), self.episode, self.tools)
+        tokenizer = self.model.tokenizer()
+        self._dialect = dialect_of(tokenizer, self.episode, self.tools, self.chat_options)
         super().load(place)
         self._stop_ids = (*self._stop_ids, *self._dialect.stop_ids)
 

@@ -21,6 +21,29 @@ FRAME_MILLISECONDS = 60
 QUALITY = 60
 
 
+class Pictures:
+    """Pictures of an episode as it goes on: from the first to the last, evenly thinned out."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._every, self._seen = 1, 0
+        self._last: Tensor | None = None
+
+    def add(self, picture: Tensor) -> None:
+        """The next picture, uint8 [H, W, 3]."""
+        if self._seen % self._every == 0:
+            self._kept.append(picture)
+            if len(self._kept) >= 2 * FRAMES:
+                self._kept, self._every = self._kept[::2], 2 * self._every
+        self._last, self._seen = picture, self._seen + 1
+
+    def all(self) -> list[Tensor]:
+        """Pictures that are kept, the last one among them."""
+        if self._last is None or self._kept[-1] is self._last:
+            return list(self._kept)
+        return [*self._kept, self._last]
+
+
 def filmed(
     pictures: Sequence[Tensor] | None, episode: Mapping[str, float] | None, instruction: str = ""
 ) -> Film | None:

@@ -26,6 +26,7 @@ from m2flow.workloads.embodied.workers.columns import (
     OPTIONAL_FILM,
     TURN,
 )
+from m2flow.workloads.embodied.workers.film import Pictures
 
 FIGURES = (
     ("kept", np.int64),  # turns of episodes that are over
@@ -58,7 +59,7 @@ class RolloutFacts:
     state: int
     episodes: list[dict[str, float]] = field(default_factory=list)
     cuts: list[dict[str, Any]] = field(default_factory=list)
-    film: list[Tensor] | None = None
+    film: Pictures | None = None
     film_optional: bool = False
 
 
@@ -111,7 +112,7 @@ class Recordings:
         self._free.sort(reverse=True)
         for number, seed, state, film in zip(numbers, seeds, states, filmed, strict=True):
             self._rows[number] = self._free.pop()
-            pictures = None if film == NO_FILM else list[Tensor]()
+            pictures = None if film == NO_FILM else Pictures()
             optional = film == OPTIONAL_FILM
             self.told[number] = RolloutFacts(seed, state, film=pictures, film_optional=optional)
         rows = self.rows_of(numbers)

@@ -226,7 +226,8 @@ class Simulator(Worker):
         """The film of a rollout's first episode, where it was wanted and is over."""
         told = self._recordings.told[number]
         episode = told.episodes[0] if told.episodes else None
-        return filmed(told.film, episode, self._recordings.instruction(number))
+        pictures = None if told.film is None else told.film.all()
+        return filmed(pictures, episode, self._recordings.instruction(number))
 
     def _film(self, numbers: Sequence[int]) -> None:
         """Add a picture to the films that are wanted; an environment that cannot draw has none.
@@ -244,7 +245,7 @@ class Simulator(Worker):
                 continue
             begun = time.monotonic()
             try:
-                told.film.append(self._pool.render(number))
+                told.film.add(self._pool.render(number))
             except UserError:
                 told.film = None
             self._drawing_seconds += time.monotonic() - begun

@@ -74,11 +74,10 @@ def begun_answers(samples: Batch) -> list[BegunAnswer | None]:
 
 
 def ended_groups(output: Batch) -> Batch:
-    """The samples of a step whose groups have ended; all of them where none has."""
+    """The samples of a step whose groups have ended."""
     if BEGUN not in output:
         return output
-    rows = [row for row, begun in enumerate(output[BEGUN]) if begun is None]
-    return output.select(rows) if rows else output
+    return output.select([row for row, begun in enumerate(output[BEGUN]) if begun is None])
 
 
 def write(file: Path, answers: Mapping[int, Sequence[BegunAnswer]]) -> None:

@@ -30,17 +30,21 @@ def token_pairs(samples: Batch) -> TokenPairs:
 
 def one_longer(pairs: TokenPairs) -> TokenPairs:
     """The pairs with one token more behind each answer, the first of the vocabulary."""
-    import torch
-
     from m2flow.training.rollouts import TokenPairs
 
-    rows = pairs.completion_ids_T.split(pairs.completion_lengths_B.tolist())
-    more = [row for each in rows for row in (each, each.new_zeros(1))]
-    return TokenPairs(
-        pairs.prompt_ids_P, pairs.prompt_lengths_B,
-        torch.cat(more),
-        pairs.completion_lengths_B + 1,
-    )  # fmt: skip
+    longer_B = pairs.completion_lengths_B + 1
+    ids_T = pairs.completion_ids_T.new_zeros(int(longer_B.sum()))
+    ids_T[~last_places(longer_B)] = pairs.completion_ids_T
+    return TokenPairs(pairs.prompt_ids_P, pairs.prompt_lengths_B, ids_T, longer_B)
+
+
+def last_places(lengths_B: Tensor) -> Tensor:
+    """Bool [T], the last place of each row; rows lie one behind the other, none of them empty."""
+    import torch
+
+    last_T = torch.zeros(int(lengths_B.sum()), dtype=torch.bool)
+    last_T[lengths_B.cumsum(0) - 1] = True
+    return last_T
 
 
 def lengths_of(samples: Batch, column: str) -> Tensor:
@@ -135,5 +139,6 @@ def kept_rows(samples: Batch, *, drop_truncated: bool) -> Tensor | None:
     if "dropped" in samples:
         kept_B &= ~samples["dropped"]
     if drop_truncated:
-        kept_B &= torch.tensor([reason == "stop" for reason in samples["finish_reason"]])
+        whole = [reason == "stop" for reason in samples["finish_reason"]]
+        kept_B &= torch.tensor(whole, dtype=torch.bool)
     return None if bool(kept_B.all()) else kept_B.nonzero()[:, 0]

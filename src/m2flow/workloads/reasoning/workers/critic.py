@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from m2flow.flow import Batch, Place, Ragged, stage
-from m2flow.workloads.reasoning.workers.columns import one_longer, token_pairs, value_targets
+from m2flow.workloads.reasoning.workers.columns import (
+    last_places,
+    one_longer,
+    token_pairs,
+    value_targets,
+)
 from m2flow.workloads.reasoning.workers.trained import Trained
 
 
@@ -41,10 +46,11 @@ class Critic(Trained):
             values = Ragged(self.trainer.values(pairs), lengths)
             return samples.with_columns(values=values).only("values")
         # Any further token: the value of the state before it is that behind the answer.
-        found = Ragged(self.trainer.values(one_longer(pairs)), [length + 1 for length in lengths])
-        values = Ragged.from_rows([row[:-1] for row in found])
-        cut_B = torch.tensor([reason != "stop" for reason in samples["finish_reason"]])
-        beyond_B = torch.stack([row[-1] for row in found]) * cut_B
+        longer = one_longer(pairs)
+        found_T, last_T = self.trainer.values(longer), last_places(longer.completion_lengths_B)
+        cut = [reason != "stop" for reason in samples["finish_reason"]]
+        beyond_B = found_T[last_T] * torch.tensor(cut, dtype=torch.bool)
+        values = Ragged(found_T[~last_T], lengths)
         return samples.with_columns(values=values, beyond=beyond_B).only("values", "beyond")
 
     @stage(accumulates=True, minibatches="minibatches")

@@ -16,7 +16,7 @@ OUTCOME = (
 
 
 MORE_OUTCOME = (
-    "version", "turns", "verified", "reward_model_score", "judge_score", "judge",
+    "version", "turns", "verified", "shaped", "reward_model_score", "judge_score", "judge",
     "problem", "tried",
 )  # fmt: skip
 """Columns that are handed back where there are such."""

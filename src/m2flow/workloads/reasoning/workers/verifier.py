@@ -10,6 +10,9 @@ from m2flow.workloads.reasoning.workers.carried import OPEN
 from m2flow.workloads.reasoning.workers.further_draws import put_back
 from m2flow.workloads.reasoning.workers.source import ModelSource
 
+PROMPT_END = 16
+"""Tokens of a prompt, as the model has it, whose text reward functions are told."""
+
 
 class Verifier(Worker):
     """Scores completions by the weighted sum of reward functions.
@@ -40,6 +43,8 @@ class Verifier(Worker):
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         prompts, answers = samples["prompt"], samples["answer"]
         reasons, metadata = samples["finish_reason"], samples["metadata"]
+        last = [row[-PROMPT_END:].tolist() for row in samples["prompt_ids"].rows()]
+        ends = self.tokenizer.batch_decode(last)
         ended = [row for row, reason in enumerate(reasons) if reason != OPEN]
         judged = Judged(
             [samples.ids[row] for row in ended],
@@ -47,7 +52,12 @@ class Verifier(Worker):
             [texts[row] for row in ended],
             [ids[row] for row in ended],
             [
-                {**metadata[row], "answer": answers[row], "finished": reasons[row] == "stop"}
+                {
+                    **metadata[row],
+                    "answer": answers[row],
+                    "finished": reasons[row] == "stop",
+                    "prompt_end": ends[row],
+                }
                 for row in ended
             ],
         )
