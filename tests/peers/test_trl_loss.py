@@ -147,7 +147,8 @@ class Tensors:
 
 def our_loss(case: Same, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """Loss and gradient of the padded log-probabilities, by the loss that a recipe trains with."""
-    words = {"samples_per_prompt": 2, "algorithm": case.ours}
+    training = {"recompute_logprobs": True}  # so that the gap is weighted
+    words = {"samples_per_prompt": 2, "algorithm": case.ours, "training": training}
     recipe = ReasoningRecipe.model_validate({**words, "generation": {"max_new_tokens": WIDTH}})
     algorithm, mask_BT = loss_of(recipe), tensors.mask_BT
     logprobs_BT = tensors.logprobs_BT.clone().requires_grad_(True)

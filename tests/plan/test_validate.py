@@ -249,3 +249,28 @@ def test_a_layout_must_be_declared_and_possible() -> None:
     with pytest.raises(PlanError, match=r"learner\.layout: 7 heads cannot be divided by 2"):
         check("tp2")
     validate(replace(GOOD, **placed(gen=replace(TWO, layout="x"))), GRPO, 8, layouts=declared)
+
+
+def test_replicas_have_as_many_lanes_as_their_layout() -> None:
+    declared = {"learner": [ONE_LANE, Layout("fsdp2", 2), Layout("fsdp4", 4)]}
+    for spot, layout, said in ((GANG, "fsdp4", "of 4 lanes"), (TWO, "fsdp2", "of 2 lanes")):
+        plan = replace(GOOD, **placed(learner=replace(spot, layout=layout)))
+        with pytest.raises(PlanError, match=rf"placements\.learner\.replicas: .*{said}"):
+            validate(plan, GRPO, 8, layouts=declared)
+    uneven = Placement(((0, 1), (2,)))
+    three = replace(GOOD, lanes=tuple(LaneSpec(n, cores=(n,)) for n in range(3)))
+    with pytest.raises(PlanError, match="gangs of unequal size"):
+        validate(replace(three, **placed(learner=uneven)), GRPO, 8)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_is_predicted_is_a_time(seconds: float) -> None:
+    with pytest.raises(PlanError, match="predicted_seconds: must be positive"):
+        validate(replace(GOOD, predicted_seconds=seconds), GRPO, 8)
+
+
+@pytest.mark.parametrize("name", ["state_bytes", "working_bytes"])
+def test_sizes_are_not_negative(name: str) -> None:
+    spot = replace(GANG, **{name: -1})
+    with pytest.raises(PlanError, match=rf"placements\.learner\.{name}: must not be negative"):
+        validate(replace(GOOD, **placed(learner=spot)), GRPO, 8)

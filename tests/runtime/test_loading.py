@@ -10,7 +10,10 @@ import pytest
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed, UserError
+from m2flow.flow import Worker
 from m2flow.runtime.driver import loading
+from m2flow.runtime.lane.host import LaneHost
+from m2flow.runtime.lane.loading import close_workers
 from m2flow.runtime.lane.orders import FromLane, LaneEnded, Loaded, Loading
 
 NUMBER = 7
@@ -113,3 +116,10 @@ def test_machines_that_meet_in_public_are_refused(
         return
     with pytest.raises(UserError, match="M2FLOW_PRIVATE_NETWORK"):
         loading._rendezvous(pool, plan, order)
+
+
+def test_workers_that_stay_stay_where_they_are() -> None:
+    """What is put away is no resident of the lane, whoever else is closed."""
+    host = LaneHost(0, {}, {"kept": Worker(), "gone": Worker()})
+    host.away = {"kept", "gone"}
+    assert close_workers(host, ["kept"]).away == {"kept"}

@@ -6,6 +6,7 @@ import pytest
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.flow import Batch, Flow, Stream, Worker, stage
+from m2flow.plan.choose.judge import shape
 from m2flow.plan.profile import Piecewise, Profile, StageCost, StageProfile
 from m2flow.runtime.driver.pilot import Pilot
 from tests.runtime.virtual_run import VirtualRun
@@ -186,3 +187,18 @@ def test_the_deadline_of_the_run_is_that_of_every_plan() -> None:
     run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS)
     run.steps(pilot, 20)
     assert {plan.deadline_seconds for plan in run.plans} == {7.0}
+
+
+def test_the_only_plan_that_was_tried_may_fail_while_a_step_is_in_flight() -> None:
+    """Two steps of it have ended, and the third, begun before, fails: others are tried then."""
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS)
+    run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS)
+    run.steps(pilot, 2, looks=False)  # of two plans that overlap nobody asks in between
+    first = pilot.plan
+    instead = pilot.instead("out of memory", run)
+    assert instead is not None
+    pilot.gone_over(instead, (), 0.0)
+    while pilot.wants_to_look:
+        pilot.gone_over(pilot.next_plan(run), (), 0.0)
+    run.steps(pilot, STEPS)
+    assert all(shape(plan) != shape(first) for plan in run.plans[2:])

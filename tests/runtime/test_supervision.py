@@ -12,7 +12,7 @@ import pytest
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import CannotHeal, RunFailed, UserError
 from m2flow.flow.worker import ONE_LANE, Layout
-from m2flow.plan import build_plan
+from m2flow.plan import build_plan, with_sizes
 from m2flow.runtime.driver.elastic import ElasticPlan
 from m2flow.runtime.driver.mending import Mender, _Coming
 from m2flow.runtime.driver.methods import STEP, Methods
@@ -54,6 +54,11 @@ def test_the_plan_for_fewer_lanes_is_that_of_the_mode(mode: str) -> None:
     assert plan == replace(
         build_plan(mode, GRPO, left, ITEMS), max_staleness=1, deadline_seconds=7.0
     )
+
+
+def test_what_calls_take_of_memory_is_kept() -> None:
+    plan = with_sizes(made("collocated"), {}, {"learner": 10**9})
+    assert elastic(plan).plan(LANES[1:]).placements["learner"].working_bytes == 10**9
 
 
 def test_a_mode_that_needs_more_lanes_gives_way() -> None:

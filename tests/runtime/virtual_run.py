@@ -49,8 +49,8 @@ class VirtualRun:
     def movable(self, worker: str) -> bool:
         return worker not in self.fixed
 
-    def steps(self, pilot: Pilot, num_steps: int) -> None:
-        """Run steps, and go over to the plans that the pilot wants."""
+    def steps(self, pilot: Pilot, num_steps: int, *, looks: bool = True) -> None:
+        """Run steps, and go over to the plans that the pilot wants; unless others are in flight."""
         while len(self.seconds) < num_steps:
             self._here = pilot.plan
             while (reason := self.fails(pilot.plan)) is not None:
@@ -59,7 +59,7 @@ class VirtualRun:
                 self._go_over(pilot, plan)
             self.plans.append(pilot.plan)
             pilot.note(self._step(pilot.plan), pilot.plan)
-            if pilot.wants_to_look:
+            if looks and pilot.wants_to_look:
                 self._look(pilot)
 
     def _look(self, pilot: Pilot) -> None:

@@ -378,12 +378,14 @@ class ExternalEngine(ABC):
         return kind(what.rstrip() + log)
 
 
-def with_single_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_single_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Weights with each expert of a mixture by itself, as published checkpoints have them.
 
     transformers holds the experts of a block stacked: `gate_up_proj` [E, 2 I, H], `down_proj`
     [E, H, I]. The parts share their memory.
     """
+    if not any(".experts." in name for name in weights):
+        return weights  # of which each tensor may be made when it is asked for
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         block, _, kind = name.rpartition(".experts.")

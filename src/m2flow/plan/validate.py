@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from math import inf
 from types import MappingProxyType
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan
@@ -11,7 +12,7 @@ from m2flow.engine.steps import check_items
 from m2flow.engine.turns import whole_step_edges
 from m2flow.errors import PlanError, suggestion
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
-from m2flow.flow.worker import Layout
+from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan.builders import placed
 from m2flow.plan.chunks import unit_items
 from m2flow.plan.memory import check_memory
@@ -47,6 +48,10 @@ def validate(
     for worker, placement in plan.placements.items():
         _check_known("placements", worker, workers)
         _check_placement(worker, placement, lane_ids)
+        for key in ("state_bytes", "working_bytes"):
+            if (size := getattr(placement, key)) < 0:
+                key = f"placements.{worker}.{key}"
+                raise PlanError("must not be negative", key=key, value=size)
         if worker in layouts:
             _check_layout(worker, placement, layouts[worker])
     for edge in graph.weight_edges:
@@ -72,6 +77,9 @@ def validate(
     _check_edges(plan, graph, num_items)
     if plan.max_staleness < 0:
         raise PlanError("must not be negative", key="max_staleness", value=plan.max_staleness)
+    predicted = plan.predicted_seconds
+    if predicted is not None and not 0 < predicted < inf:
+        raise PlanError("must be positive and finite", key="predicted_seconds", value=predicted)
     if not plan.deadline_seconds > 0:  # true of a NaN as well
         raise PlanError("must be positive", key="deadline_seconds", value=plan.deadline_seconds)
 
@@ -170,9 +178,28 @@ def _check_layout(worker: str, placement: Placement, declared: Collection[Layout
         )
     if (obstacle := layout.obstacle()) is not None:
         raise PlanError(obstacle, key=key, value=name, expected=f"one of {', '.join(names)}")
+    sizes = {len(gang) for gang in placement.replicas}
+    if layout.name != ONE_LANE.name and sizes != {layout.lanes}:
+        raise PlanError(
+            f"is a layout of {layout.lanes} lanes",
+            key=f"placements.{worker}.replicas",
+            value=placement.replicas,
+            expected=f"{layout.lanes} lanes in each replica, or another layout",
+        )
+
+
+def check_equal_gangs(node: StageNode, placement: Placement) -> None:
+    """Refuse replicas of different sizes, whose lanes could not sum over each other."""
+    if len({len(gang) for gang in placement.replicas}) > 1 and not node.is_function:
+        raise PlanError(
+            "stands on gangs of unequal size, which could not sum over their lanes",
+            key=f"placements.{node.worker}",
+            value=placement.replicas,
+        )
 
 
 def _check_gang(node: StageNode, placement: Placement) -> None:
+    check_equal_gangs(node, placement)
     if all(len(gang) == 1 for gang in placement.replicas):
         return
     why = "is sticky" if node.sticky else ""

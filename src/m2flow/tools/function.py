@@ -34,7 +34,12 @@ class FunctionTool:
         except (NameError, TypeError):
             hints = {}
         parameters = self._signature.parameters.values()
-        self._kinds = {name: kind for name, kind in hints.items() if kind in _TYPES}
+        several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        self._kinds = {
+            one.name: hints[one.name]
+            for one in parameters
+            if hints.get(one.name) in _TYPES and one.kind not in several
+        }
         described = {one.name: {"type": _TYPES[self._kinds.get(one.name, str)]}
                      for one in parameters}  # fmt: skip
         required = [one.name for one in parameters if one.default is one.empty]
@@ -65,8 +70,9 @@ def _read_as(kind: type, name: str, value: Any) -> Any:
     """
     if value is None or (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)):
         return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and (kind in (float, str) or (kind is int and value == int(value))):
+        return kind(value)
     try:
         if kind is bool and isinstance(value, str):
             return {"true": True, "false": False}[value.strip().lower()]

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -266,3 +267,12 @@ def test_strangers_hold_up_nobody(channel: Channel) -> None:
 
     check_nobody_waits(visit, knock)
     assert channel.stats().items == 0
+
+
+def test_a_wait_may_be_longer_than_the_system_polls_at_once() -> None:
+    """Some weeks are too many milliseconds for it."""
+    with Channel("patient", timeout=1e7) as channel:
+        later = threading.Timer(0.3, channel.put, (1,))
+        later.start()
+        assert channel.get() == 1
+        later.join(SOON)

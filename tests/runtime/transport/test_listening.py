@@ -230,3 +230,23 @@ def test_a_silent_lane_is_asked_about() -> None:
         line.check()
     line.close()
     lane.close()
+
+
+def test_a_listener_whom_many_call_at_once_is_asked_again() -> None:
+    """A Unix socket whose queue is full says so at once, whatever the caller's deadline is."""
+    unix = socket.socket(socket.AF_UNIX)
+    unix.bind(f"\0m2flow-test-{os.getpid()}")
+    unix.listen(1)
+    endpoint = listening.ListenerAddress(f"m2flow-test-{os.getpid()}", None)
+    waiting = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+    with contextlib.ExitStack() as held:
+        for one in (unix, *waiting):
+            held.enter_context(one)
+        for one in waiting:
+            one.connect("\0" + endpoint.unix)
+        with pytest.raises(TimeoutError, match="too many callers"):
+            connect(endpoint, KEY, same_node=True, seconds=0.3)
+        for _ in range(2):
+            unix.accept()[0].close()
+        with pytest.raises(TimeoutError, match="timed out"):  # there is room, and nobody answers
+            connect(endpoint, KEY, same_node=True, seconds=0.3)

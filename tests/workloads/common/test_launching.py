@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.errors import UserError
 from m2flow.observe.progress import Quiet
 from m2flow.plan import build_plan, with_memory
+from m2flow.plan.file import to_json
 from m2flow.runtime.driver.pilot import Pilot
-from m2flow.workloads.common import launching, read_recipe, start
+from m2flow.workloads.common import launching, profile_key, read_recipe, start
+from m2flow.workloads.common.accounting import memory_lines
 from m2flow.workloads.common.computed import computed_profile, whose_figures
 from m2flow.workloads.common.launching import launched, with_working_memory
-from m2flow.workloads.common.planning import flow_of
+from m2flow.workloads.common.planning import flow_of, planned
 
 RECIPE = read_recipe(Path(__file__).parents[3] / "recipes" / "quickstart.yaml", ())
 GRAPH = flow_of(RECIPE).trace()
@@ -99,3 +102,37 @@ def test_a_process_is_spare_where_lanes_are_started_again(
     recipe = read_recipe(Path(__file__).parents[3] / "recipes" / "quickstart.yaml", said)
     with start._lanes_ahead(recipe, "auto", GPUS, ()):
         assert asked == [spares]
+
+
+def test_a_plan_that_runs_further_ahead_than_the_data_allow_is_refused(tmp_path: Path) -> None:
+    """Which problems come next follows from results: of how many steps before, the recipe says."""
+    keys: dict[str, Any] = {"workload": "reasoning", "mode": "collocated", "lanes": "cpu:2"}
+    recipe = read_recipe(keys)
+    _, plan = planned(recipe)
+    file = tmp_path / "plan.json"
+    file.write_text(to_json(replace(plan, max_staleness=1)))
+    assert planned(recipe, file)[1].max_staleness == 1
+    for more in (
+        {"algorithm": {"name": "dapo"}},
+        {"generation": {"max_versions": 1}},
+        {"generation": {"max_new_tokens": 6, "tokens_per_step": 3}},
+    ):
+        with pytest.raises(UserError, match=r"max_staleness: .*set max_staleness: 1 in the recipe"):
+            planned(read_recipe({**keys, **more}), file)
+        planned(read_recipe({**keys, **more, "max_staleness": 1}), file)
+
+
+def test_lanes_of_a_devices_own_kind_have_an_account() -> None:
+    recipe = read_recipe({"workload": "reasoning", "mode": "collocated", "lanes": "cpu:2"})
+    graph, plan = planned(recipe)
+    lanes = tuple(replace(one, kind="h100", gpu=one.id, cores=()) for one in plan.lanes)
+    lines = memory_lines(recipe, graph, replace(plan, lanes=lanes))
+    assert any("learner" in line for line in lines)
+
+
+def test_accelerators_of_other_machines_are_like_those_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(profile_key, "gpu_names", lambda: ("NVIDIA H100",))
+    lanes = [LaneSpec(0, "gpu", gpu=0), LaneSpec(1, "gpu", gpu=5, node=1)]
+    assert profile_key.gpu_name(lanes) == "NVIDIA H100"

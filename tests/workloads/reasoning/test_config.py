@@ -188,6 +188,8 @@ def test_every_setting_of_the_algorithm_reaches_the_loss() -> None:
     others = {"scale", "truncated", "overlong_buffer", "epochs", "kl_in", *KEYS_OF_ALGORITHMS}
     known = {"name", *settings, *others}
     assert recipe.algorithm.model_dump().keys() == known, "or this test is too short"
+    cispo = ReasoningRecipe.model_validate({"algorithm": {"surrogate": "cispo"}})
+    assert loss_of(cispo).surrogate == "cispo"
 
 
 def test_a_model_that_is_there_has_defaults_of_its_own(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from m2flow.errors import UserError
 from m2flow.flow.worker import ONE_LANE, Layout, Worker
 from m2flow.plan.builders import build_plan
 from m2flow.plan.choose.judge import shape
+from m2flow.plan.memory import with_sizes
 from m2flow.runtime.driver.auto import GUESSES
 from m2flow.runtime.driver.methods import STEP, Methods, Plans
 
@@ -69,8 +70,10 @@ class ElasticPlan:
             plan, _ = self._built(self._first.mode, lanes)
         except UserError:
             plan, _ = self._built(ANY_LANES, lanes)
+        known = self._first.placements
+        working = {name: known[name].working_bytes for name in plan.placements if name in known}
         return replace(
-            plan,
+            with_sizes(plan, {}, working),
             max_staleness=self._first.max_staleness,
             deadline_seconds=self._first.deadline_seconds,
         )

@@ -13,6 +13,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Worker
 from m2flow.plan import companion, validate, with_sizes
 from m2flow.plan.memory import check_memory
+from m2flow.plan.validate import check_equal_gangs
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pool import LanePool
@@ -104,14 +105,9 @@ class Methods:
     def _check_gangs(self, plan: Plan, graph: FlowGraph) -> None:
         """Refuse gangs that could not work together."""
         for node in graph.nodes:
+            check_equal_gangs(node, plan.placements[node.worker])
             replicas = plan.placements[node.worker].replicas
             sizes = {len(gang) for gang in replicas}
-            if len(sizes) > 1 and not node.is_function:
-                raise PlanError(
-                    "stands on gangs of unequal size, which could not sum over their lanes",
-                    key=f"placements.{node.worker}",
-                    value=replicas,
-                )
             if node.streaming and sizes != {1} and node.worker not in self.collective:
                 raise PlanError(
                     f"{node.name} streams, and its lanes do not share the work of a call",

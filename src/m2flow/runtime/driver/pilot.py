@@ -237,6 +237,8 @@ class Pilot:
         failed = self.plan
         predicted = failed.predicted_seconds or math.inf
         self._failed.append(Entrant(failed.mode, failed, predicted, verdict=reason))
+        # Steps of it may have ended before, where others were in flight.
+        self._tried = [one for one in self._tried if not self._has_failed(one[0])]
         if self.race is not None and self.watch is None:
             self.race.rule_out(self._entrant(failed), reason)
             if self.race.open:

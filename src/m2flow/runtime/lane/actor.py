@@ -24,7 +24,7 @@ import ray
 from m2flow.engine.plan import LaneSpec
 from m2flow.runtime.lane.stacks import STACKS, listen
 from m2flow.runtime.transport.lines import Line, LineClosed, Waiting
-from m2flow.runtime.transport.listening import LOOPBACK, ListenerAddress
+from m2flow.runtime.transport.listening import LOOPBACK, ListenerAddress, family_of
 from m2flow.runtime.transport.sweeping import sweep
 from m2flow.signals import leave_the_end_to_the_parent
 
@@ -152,7 +152,7 @@ class LaneProcess:
         )
         self._meeting: socket.socket | None = None
         if not self.one_node:  # held, so that nobody else takes the port
-            self._meeting = socket.create_server((host, 0))
+            self._meeting = socket.create_server((host, 0), family=family_of((host, 0)))
         self._waiting = Waiting(reached_at, self.key)
         return LaneAddress(
             node,

@@ -199,7 +199,7 @@ class Exchange:
     def wrap(self, batch: Batch, lane: int, *, same_node: bool) -> Any:
         """Items to be sent along with an order to a lane."""
         packed = pack(batch)
-        if same_node and packed.nbytes > SHARED_BYTES:
+        if same_node and self.link is None and packed.nbytes > SHARED_BYTES:
             try:
                 return self._pool.write(packed, name_of(lane))
             except PoolFull:

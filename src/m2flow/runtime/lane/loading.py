@@ -162,4 +162,6 @@ def close_workers(host: LaneHost, keep: Collection[str] = ()) -> LaneHost:
             errors.append(error)
     if errors:
         raise errors[0]
-    return LaneHost(host.lane, {}, kept, store=host.store)
+    made = LaneHost(host.lane, {}, kept, store=host.store)
+    made.away = host.away & kept.keys()
+    return made

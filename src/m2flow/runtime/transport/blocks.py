@@ -257,7 +257,10 @@ class Blocks:
         name = f"{self._unique}{self._count}"
         self._count += 1
         path = FOLDER / name
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:  # such as no more descriptors
+            raise PoolFull(self._full(nbytes, f"no file can be made in {FOLDER}")) from error
         try:
             os.ftruncate(descriptor, total)
             os.posix_fallocate(descriptor, 0, table)

@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,9 @@ SILENT_SECONDS = 24
 
 RETRY_SECONDS = 0.1
 """How long accepting waits for descriptors, memory or threads to come back."""
+
+ASK_AGAIN_SECONDS = 0.01
+"""Until a listener that many have called at once is asked again."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,16 +73,29 @@ def connect(
     address = "\0" + endpoint.unix if same_node else endpoint.tcp
     if address is None:
         raise ConnectionRefusedError("it listens on its own machine only")
-    connection = socket.socket(_family(address))
+    connection = socket.socket(family_of(address))
     try:
         connection.settimeout(seconds)
-        connection.connect(address)
+        _reach(connection, address, seconds)
         prepare(connection)
         prove(connection, key, accepting=False, seconds=seconds)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _reach(connection: socket.socket, address: str | tuple[str, int], seconds: float) -> None:
+    """Connect; a listener on this machine that many call at once says so at once, and is asked
+    again."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return connection.connect(address)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError("too many callers wait there") from None
+            time.sleep(ASK_AGAIN_SECONDS)
 
 
 def prepare(connection: socket.socket) -> None:
@@ -121,7 +138,7 @@ class Listener:
         unix.bind("\0" + name)
         self._sockets = [unix]
         if host is not None:
-            family = _family((host, 0))
+            family = family_of((host, 0))
             self._sockets.append(socket.create_server((host, 0), family=family))
         tcp = None if host is None else (host, self._sockets[1].getsockname()[1])
         self.endpoint = ListenerAddress(name, tcp)
@@ -186,7 +203,8 @@ class Listener:
             self._let_in.discard(connection)
 
 
-def _family(address: str | tuple[str, int]) -> socket.AddressFamily:
+def family_of(address: str | tuple[str, int]) -> socket.AddressFamily:
+    """The family of the sockets that an address is for."""
     if isinstance(address, str):
         return socket.AF_UNIX
     return socket.AF_INET6 if ":" in address[0] else socket.AF_INET

@@ -10,6 +10,7 @@ every later one of that peer.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import pickle
@@ -31,6 +32,9 @@ from m2flow.runtime.transport.server import DeviceOffer
 from m2flow.runtime.transport.shared_memory import SharedHandle, SharedReader
 from m2flow.runtime.transport.table import CUDA_IPC
 from m2flow.runtime.transport.wire import pack, unpack
+
+NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS)
+"""Errors of a process that may open no more."""
 
 FAREWELL_SECONDS = 1.0
 """Longest that saying farewell may take."""
@@ -212,6 +216,8 @@ class Peers:
         except TimeoutError as error:
             raise TimeoutError(f"{address} did not answer in {timeout:g} s") from error
         except OSError as error:
+            if error.errno in NO_FILES:  # of this process: the peer may be well
+                raise
             raise self._lose(address, error) from error
         return stream
 

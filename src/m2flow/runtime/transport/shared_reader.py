@@ -98,7 +98,11 @@ class SharedReader:
                 if len(self._mappings) >= self._look_at:
                     self._drop_unlinked()
                 descriptor = os.open(FOLDER / segment.decode(), os.O_RDWR | os.O_CLOEXEC)
-                self._mappings[segment] = (mmap.mmap(descriptor, nbytes), descriptor)
+                try:
+                    self._mappings[segment] = (mmap.mmap(descriptor, nbytes), descriptor)
+                except OSError:
+                    os.close(descriptor)
+                    raise
             return self._mappings[segment][0]
 
     def _drop_unlinked(self) -> None:

@@ -46,6 +46,7 @@ def examine(asked: Examination) -> dict[str, Any]:
     low, high = wilson(figures["eval/accuracy"], int(figures["eval/problems"]))
     return {
         "about": f"{len(problems)} held-out problems, with {', '.join(experiment.tools)}",
+        "failed_share": figures.get("eval/failed_share", 0.0),
         "model": str(asked.model),
         "accuracy": figures["eval/accuracy"],
         "accuracy_low": low,

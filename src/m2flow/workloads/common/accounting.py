@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from m2flow.engine.plan import Plan
 from m2flow.errors import UserError
@@ -27,6 +28,9 @@ def memory_lines(recipe: Recipe, graph: FlowGraph, plan: Plan) -> list[str]:
         plan: who stands where; what it says of sizes is not read.
     """
     cluster = cluster_of(plan.lanes)
+    called = {device.name.lower(): kind for kind, device in cluster.kinds.items()}
+    lanes = tuple(replace(lane, kind=called.get(lane.kind, lane.kind)) for lane in plan.lanes)
+    plan = replace(plan, lanes=lanes)
     try:
         prices = workload_of(recipe).prices(recipe, graph, NOTHING_ASSUMED)
         profile = analytic_profile(graph, cluster, prices, recipe.items_per_step)

@@ -45,6 +45,15 @@ def planned(recipe: Recipe, plan_file: Path | None = None) -> tuple[FlowGraph, P
     graph, isolated = flow.trace(), isolated_workers(flow)
     if plan_file is not None:
         plan = read_plan(plan_file)
+        if not recipe.allows_staleness(plan.max_staleness):
+            raise PlanError(
+                "the recipe's problems, or the age of its tokens, follow from how far generation "
+                "runs ahead",
+                key="max_staleness",
+                value=plan.max_staleness,
+                expected=f"at most {recipe.max_staleness}, which the recipe says",
+                hint=f"set max_staleness: {plan.max_staleness} in the recipe too",
+            )
     else:
         lanes = lanes_of(recipe)
         layouts = layouts_of(recipe, flow, lanes)

@@ -57,14 +57,17 @@ def _hardware(lanes: Sequence[LaneSpec]) -> dict[str, object]:
 
 
 def gpu_name(lanes: Sequence[LaneSpec]) -> str:
-    """The name of the lanes' accelerators, as their driver has it; all names, if they differ."""
-    told = gpu_names()
-    if told:
-        return ", ".join(sorted({told[lane.gpu] for lane in lanes if lane.gpu is not None}))
-    import torch
+    """The name of the lanes' accelerators, as their driver has it; all names, if they differ.
 
-    names = {torch.cuda.get_device_name(lane.gpu) for lane in lanes if lane.gpu is not None}
-    return ", ".join(sorted(names))
+    Of other machines' accelerators nobody knows more than that they are like those of this one.
+    """
+    told: Sequence[str] = gpu_names()
+    if not told:
+        import torch
+
+        told = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
+    here = [lane.gpu for lane in lanes if lane.gpu is not None and lane.gpu < len(told)]
+    return ", ".join(sorted({told[gpu] for gpu in here}))
 
 
 def _version(package: str) -> str:

@@ -173,6 +173,10 @@ class Recipe(Section):
         """Why `steps` may not change when a run is resumed; None if it may."""
         return None
 
+    def allows_staleness(self, steps: int) -> bool:
+        """Whether a plan file may let generation run ahead by so many steps."""
+        return True
+
     def derived(self) -> dict[str, int]:
         """Sizes that follow from the keys; `--dry-run` prints them."""
         return {"items_total": self.steps * self.items_per_step}

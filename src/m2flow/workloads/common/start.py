@@ -180,8 +180,8 @@ def _beginning(recipe: Recipe) -> list[str]:
             layouts=layouts_of(recipe, flow, lanes),
             effort=EFFORT,
         ).chosen.plan
-    except UserError:  # such a run begins with the next guess
-        return []
+    except UserError as error:
+        return [f"  as it begins: {error}"]
     words = f"  as it begins, by a profile computed {whose_figures(name)}, unless one is stored:"
     _, *described = describe_plan(plan, graph, recipe.items_per_step)
     return [words, *described, *memory_lines(recipe, graph, plan)]

@@ -334,6 +334,12 @@ class ReasoningRecipe(common.Recipe):
         may be in flight, and as many more be done whose results are not told."""
         return 1 + 2 * self.max_staleness
 
+    def allows_staleness(self, steps: int) -> bool:
+        follows = self.data.curriculum is not None or self.further_draws > 0
+        follows |= self.generation.tokens_per_step is not None
+        bounded = follows or self.generation.max_versions is not None
+        return steps <= self.max_staleness or not bounded
+
     @property
     def oldest_token(self) -> int:
         """Versions by which weights that drew a token may lag behind the step that trains on it."""

@@ -183,8 +183,11 @@ class ReasoningExperiment:
         rest = map(self.task.train, range(first, self.task.num_train or 0))
         around = self._around(tokenizer)
         context, new = self._context, self._max_new
-        # Those too that begin with other turns, which not every template writes.
-        problems += [p for p in rest if p.before or may_not_fit(p, context, new, around)]
+        forms = {_form(problem) for problem in problems}
+        for problem in rest:
+            if _form(problem) not in forms or may_not_fit(problem, context, new, around):
+                problems.append(problem)
+                forms.add(_form(problem))
         data = self.recipe.data
         files = (data.path or "data", data.eval_path or data.path or "data")
         for file, some in zip(files, (problems, self._held_out), strict=True):
@@ -418,7 +421,8 @@ class ReasoningExperiment:
         why = list(dict.fromkeys(reason for reason in output["failure"] if reason))
         failed = sum(bool(reason) for reason in output["failure"])
         self._failing = self._failing + 1 if 2 * failed >= len(output) else 0
-        if failed == len(output) or self._failing > most:
+        none_has = failed == len(output) == len(result.output)
+        if none_has or self._failing > most:
             share = f"all {failed} samples of step {result.step + 1}"
             if failed < len(output):
                 share = f"{failed} of {len(output)} samples of step {result.step + 1}, and half or "
@@ -462,3 +466,8 @@ def _tiny_spec(recipe: ReasoningRecipe) -> TinySpec:
         return TinySpec(**recipe.model.model_dump(exclude=NOT_OF_TINY))
     except UserError as error:
         raise UserError(f"model.{error}") from error
+
+
+def _form(problem: Problem) -> tuple[str, ...]:
+    """Whose turns stand before a problem's prompt: not every template writes all of them."""
+    return tuple(turn["role"] for turn in problem.before)

@@ -25,7 +25,7 @@ from m2flow.errors import RunFailed
 from m2flow.runtime.lane.state.memory import return_free_memory, use_huge_pages
 
 _IN_MEMORY = ("tmpfs", "ramfs")
-_ON_DISK = (Path("/var/tmp"), Path.home())
+_ON_DISK = (Path("/var/tmp"), Path(os.environ.get("HOME", "/var/tmp")))
 """Where the file goes if the folder lies in memory; the first that does not."""
 
 _log = logging.getLogger(__name__)

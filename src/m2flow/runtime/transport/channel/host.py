@@ -30,6 +30,9 @@ from m2flow.runtime.transport.channel.state import ChannelRequest, ChannelState,
 from m2flow.runtime.transport.frame import Frame, FrameStream, LineClosed
 from m2flow.runtime.transport.listening import Listener, ListenerAddress, this_machine
 
+LONGEST_POLL = 3600.0
+"""Seconds that are waited at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChannelAddress:
@@ -122,7 +125,7 @@ class Host:
                 break
             enough = now >= request.enough_at
             until = deadline if enough else min(deadline, request.enough_at)
-            ready = dict(poll.poll(1000 * (until - now)))
+            ready = dict(poll.poll(1000 * min(until - now, LONGEST_POLL)))
             if client.connection.fileno() in ready:
                 raise LineClosed("the client has gone")
             if client.bell in ready:

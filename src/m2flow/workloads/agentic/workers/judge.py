@@ -52,18 +52,30 @@ class TrajectoryVerifier(Verifier):
         ]
         last = [row[some[-1].begin : some[-1].end]
                 for some, row in zip(samples["turns"], ids, strict=True)]  # fmt: skip
-        told = [
-            {**metadata, "answer": answer, "finished": reason == "stop", "turns": some}
-            for metadata, answer, reason, some in zip(
-                samples["metadata"], samples["answer"], samples["finish_reason"], turns, strict=True
-            )
+        prompts = [row.tolist() for row in samples["prompt_ids"].rows()]
+        ends = [
+            [self.prompt_end([*prompt, *row[: turn.begin]]) for turn in some]
+            for prompt, row, some in zip(prompts, ids, samples["turns"], strict=True)
         ]
+        told = [
+            {
+                **metadata,
+                "answer": answer,
+                "finished": reason == "stop",
+                "turns": some,
+                "prompt_end": of_turn[-1],
+            }
+            for metadata, answer, reason, some, of_turn in zip(
+                samples["metadata"], samples["answer"], samples["finish_reason"], turns, ends,
+                strict=True,
+            )
+        ]  # fmt: skip
         assert self.rewards is not None
         texts = [some[-1]["text"] for some in turns]
         scores = weighted_sum(
             self.rewards, Judged(samples.ids, samples["prompt"], texts, last, told)
         )
-        of_turns = self._of_turns(samples, ids, turns, told)
+        of_turns = self._of_turns(samples, ids, turns, told, ends)
         counts = [len(some) for some in turns]
         each = Ragged(torch.tensor(of_turns.rewards, dtype=torch.float64), counts)
         failures = list(samples["tool_failure"])
@@ -92,6 +104,7 @@ class TrajectoryVerifier(Verifier):
         ids: Sequence[Sequence[int]],
         turns: Sequence[Sequence[dict[str, Any]]],
         told: Sequence[dict[str, Any]],
+        ends: Sequence[Sequence[str]],
     ) -> Scores:
         """The rewards of all turns, one after another."""
         count = sum(map(len, turns))
@@ -105,7 +118,8 @@ class TrajectoryVerifier(Verifier):
                 prompts.append(samples["prompt"][row])
                 texts.append(turn["text"])
                 tokens.append(ids[row][span.begin : span.end])
-                rows.append({**told[row], **turn, "turn": number})
+                mine = {"turn": number, "prompt_end": ends[row][number]}
+                rows.append({**told[row], **turn, **mine})
         return weighted_sum(self.turn_rewards, Judged(items, prompts, texts, tokens, rows))
 
 

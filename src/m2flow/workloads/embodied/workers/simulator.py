@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -31,6 +32,8 @@ DRAWING_SECONDS = 2.0
 
 FIGURES = {"steps": 0, "ends": False, "cut": False}
 """Figures of a turn that are Python values, and what they are like."""
+
+_log = logging.getLogger(__name__)
 
 
 class Simulator(Worker):
@@ -69,6 +72,7 @@ class Simulator(Worker):
         self._cores_beside = len(os.sched_getaffinity(0)) - computes
         self._recordings = Recordings()
         self._resting: set[int] = set()
+        self._told_of_films = False
         self._bytes: int | None = None
         self._drawing_seconds = self._stepping_seconds = 0.0  # since no rollout was here
 
@@ -246,8 +250,11 @@ class Simulator(Worker):
             begun = time.monotonic()
             try:
                 told.film.add(self._pool.render(number))
-            except UserError:
+            except UserError as error:
                 told.film = None
+                if not self._told_of_films:
+                    self._told_of_films = True
+                    _log.warning("no films: %s", error)
             self._drawing_seconds += time.monotonic() - begun
 
     def discard(self) -> None:

@@ -43,8 +43,7 @@ class Verifier(Worker):
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         prompts, answers = samples["prompt"], samples["answer"]
         reasons, metadata = samples["finish_reason"], samples["metadata"]
-        last = [row[-PROMPT_END:].tolist() for row in samples["prompt_ids"].rows()]
-        ends = self.tokenizer.batch_decode(last)
+        ends = [self.prompt_end(row.tolist()) for row in samples["prompt_ids"].rows()]
         ended = [row for row, reason in enumerate(reasons) if reason != OPEN]
         judged = Judged(
             [samples.ids[row] for row in ended],
@@ -67,6 +66,11 @@ class Verifier(Worker):
         for row, reward, failure in zip(ended, scores.rewards, scores.failures, strict=True):
             rewards[row], failures[row] = reward, failure
         return samples.with_columns(text=texts, reward=rewards, failure=failures)
+
+    def prompt_end(self, ids: Sequence[int]) -> str:
+        """The end of what the model went on from, as text, special tokens among it."""
+        text: str = self.tokenizer.decode(ids[-PROMPT_END:])
+        return text
 
     @stage
     def score_again(self, samples: Batch) -> Batch:
