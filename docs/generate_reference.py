@@ -357,8 +357,10 @@ AGENTIC = {
     "data set (`gym`)",
     "generation.max_new_tokens": "longest turn; 1024 where `model.path` is set",
     "episode.max_turns": "turns of the model in a trajectory",
-    "episode.max_tokens": "all tokens of a trajectory behind its prompt, those of tools included",
-    "episode.max_result_tokens": "longest answer of a tool; a longer one is cut and marked",
+    "episode.max_tokens": "all tokens of a trajectory behind its prompt, those of tools included; "
+    "8192 where `model.path` is set",
+    "episode.max_result_tokens": "longest answer of a tool; a longer one is cut and marked; 1024 "
+    "where `model.path` is set",
     "episode.tool_deadline_seconds": "longest that a call of a tool may take; one that takes "
     "longer costs its trajectory",
     "episode.tool_concurrency": "calls that each lane of tools carries out at a time",
@@ -509,7 +511,10 @@ def command_tables() -> str:
 
 
 def _metavar(argument: Any) -> str:
-    return "[KEY=VALUE ...]" if argument.nargs == -1 else str(argument.name).upper()
+    name = argument.metavar or str(argument.name).upper()
+    if argument.nargs == -1 and argument.metavar is None:
+        return "[KEY=VALUE ...]"
+    return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
 def _option_default(option: Any) -> str:

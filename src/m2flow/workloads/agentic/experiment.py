@@ -24,6 +24,9 @@ from m2flow.workloads.reasoning.named import loaded
 from m2flow.workloads.reasoning.tasks import Problem
 from m2flow.workloads.reasoning.workers import ModelSource
 
+GIVEN_UP = ("tool", "agent")
+"""Reasons why a trajectory ended in which somebody failed who is not the policy."""
+
 SHOWN_TURNS = ("text", "tools", "result")
 """What samples.jsonl has of a turn."""
 
@@ -162,7 +165,7 @@ def turn_figures(output: Batch) -> dict[str, float]:
         "tools/calls": calls / count,
         "tools/error_share": share("errors"),
         "tools/cut_share": share("cut"),
-        "tools/failed_share": output["finish_reason"].count("tool") / count,
+        "tools/failed_share": sum(why in GIVEN_UP for why in output["finish_reason"]) / count,
         "tools/seconds": share("seconds"),
         "tokens/tools": float(sum(turn["result_tokens"] for turn in turns)),
     }
