@@ -130,7 +130,12 @@ SETTINGS = [
     (["data.chat=true"], ["data.chat", "no chat template", "leave it out"]),
     (
         ["generation.max_new_tokens=250"],
-        ["data.jsonl:1", "does not fit", "model.max_position_embeddings = 256", "lower generation"],
+        [
+            "data.jsonl:1",
+            "does not fit",
+            "max_position_embeddings of model = 256",
+            "lower generation",
+        ],
     ),
     (
         ["prompts_per_step=17"],

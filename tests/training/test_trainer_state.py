@@ -255,14 +255,17 @@ def write_uneven(groups: LaneGroups, folder: Path) -> None:
     """By the sizes of the first lane `b` and `c` go into a file, by the last one's `a` and `b`."""
     gang = gang_of(groups, ((0, 1, 2, 3),))
     assert gang is not None
-    trainer_state.FILE_BYTES = 150
+    usual, trainer_state.FILE_BYTES = trainer_state.FILE_BYTES, 150
     parts = {}
     for name, count in COUNTS.items():
         each = -(-count // 4)
         first, last = each * gang.rank, min(each * (gang.rank + 1), count)
         box = Box((first, 0), (last - first, 5))
         parts[name] = Shard(LONG[first:last].clone(), box, (count, 5))
-    trainer_state.write(folder, parts, gang.mesh().get_group("shard"))
+    try:
+        trainer_state.write(folder, parts, gang.mesh().get_group("shard"))
+    finally:
+        trainer_state.FILE_BYTES = usual
 
 
 def test_lanes_whose_parts_differ_in_size_write_all_of_them(

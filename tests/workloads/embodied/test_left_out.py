@@ -153,7 +153,7 @@ def test_fewer_than_half_of_the_episodes_are_borne(tmp_path: Path) -> None:
 
     def step(failed: Sequence[int], finished: Sequence[int]) -> None:
         episodes = [[{}] * count for count in finished]
-        output = {"failed": failed, "episodes": episodes}
+        output = {"failed": failed, "episodes": episodes, "steps_taken": [len(failed)]}
         experiment.alarms(SimpleNamespace(output=output, step=3))  # type: ignore[arg-type]
 
     borne = [([1, 0, 0, 0], [0, 0, 0, 0]), ([2, 2, 2, 2], [2, 2, 2, 3]), ([0] * 4, [0] * 4)]

@@ -81,8 +81,12 @@ def test_a_run_has_figures_and_films(tmp_path: Path, monkeypatch: pytest.MonkeyP
     said = [json.loads(line).get("text") for line in stream.getvalue().splitlines()]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = rows[-1]
+    steps = [row for row in rows if "episodes/finished" in row]
+    assert steps
+    for name in ("episodes/return", "episodes/success_once"):
+        assert all((name in row) == (row["episodes/finished"] > 0) for row in steps)
     for name in (
-        "episodes/return", "episodes/success_once", "episodes/failed", "environment_steps",
+        "episodes/finished", "episodes/failed", "environment_steps",
         "throughput/steps_per_s", "loss/policy", "loss/value", "train/entropy",
         "train/explained_variance", "eval/success",
     ):  # fmt: skip

@@ -79,18 +79,19 @@ class OptimizerSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Natural = 0
 
-    def check_schedule(self, optimizer_steps: int) -> None:
+    def check_schedule(self, optimizer_steps: int, sizes: str) -> None:
         """Refuse a warm-up that is as long as the run, of which a schedule has nothing left.
 
         Args:
             optimizer_steps: of the whole run.
+            sizes: keys of the recipe that make them.
         """
         if self.schedule != "constant" and self.warmup_steps >= optimizer_steps:
             raise UserError(
                 f"leaves nothing of the {self.schedule} schedule",
                 key="optimizer.warmup_steps",
                 value=self.warmup_steps,
-                expected=f"fewer than the run's optimizer steps, {optimizer_steps}",
+                expected=f"fewer than {sizes} = {optimizer_steps}",
             )
 
     @property

@@ -489,8 +489,9 @@ class EmbodiedRecipe(common.Recipe):
                 value="action",
                 expected="chunk",
             )
-        self.optimizer.check_schedule(self.optimizer_steps)
         sac = self.algorithm.name == "sac"
+        sizes = "steps x replay.updates" if sac else "steps x update.epochs x update.minibatches"
+        self.optimizer.check_schedule(self.optimizer_steps, sizes)
         if sac and self.replay.begin > self.replay.capacity:
             raise UserError(
                 "the buffer never holds so many transitions, so that nothing is learned",

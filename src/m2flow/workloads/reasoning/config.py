@@ -469,7 +469,8 @@ class ReasoningRecipe(common.Recipe):
                     value=value,
                     hint="set model.dtype to bfloat16, or take it out",
                 )
-        self.optimizer.check_schedule(self.optimizer_steps)
+        sizes = "steps x minibatches x epochs"
+        self.optimizer.check_schedule(self.optimizer_steps, sizes)
         for key in ("gap_level", "gap_rule", "gap_cap"):
             value = getattr(self.algorithm, key)
             default = AlgorithmSection.model_fields[key].default
