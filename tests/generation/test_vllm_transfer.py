@@ -7,6 +7,7 @@ both processes map. Not run on a GPU.
 from __future__ import annotations
 
 import importlib.util
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,38 @@ def test_pieces_hold_each_tensor_once_and_none_is_cut(monkeypatch: pytest.Monkey
     assert found.keys() == weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(found[name], tensor), name
+
+
+class Made(Mapping[str, Tensor]):
+    """Tensors that are made when they are asked for; knows how many of them live at most."""
+
+    def __init__(self) -> None:
+        self.alive = self.most = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        made = torch.full((4, 4), float(name))
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(made, self._gone)
+        return made
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, range(20))
+
+    def __len__(self) -> int:
+        return 20
+
+
+def test_tensors_that_are_made_when_asked_for_are_made_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as sums of a model and its adapters, all of which would be a second model there."""
+    monkeypatch.setattr(vllm_transfer, "export", lambda size, _: (torch.empty(size).byte(), {}))
+    monkeypatch.setattr(vllm_transfer, "BUFFER_BYTES", 200)
+    given = Made()
+    pieces = [name for one in vllm_transfer.updates(given, "cuda:0") for name in one["names"]]
+    assert sorted(pieces, key=int) == list(given)
+    assert given.most <= 2

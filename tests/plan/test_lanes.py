@@ -180,7 +180,16 @@ def test_check_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("visible", "count"),
-    [("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("GPU-a, GPU-b,", 2), ("0,-1,1", 1), ("0,,1", 1)],
+    [
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("0,1", 2),
+        ("GPU-a, GPU-b,", 2),
+        ("0,-1,1", 1),
+        ("0,,1", 1),
+        ("NoDevFiles", 0),
+    ],
 )
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -184,6 +184,34 @@ def test_an_eager_run_keeps_a_limit_too() -> None:
     assert outcome[0] == outcome[1]
 
 
+class Told(Worker):
+    """Remembers what its place may take of memory."""
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        self.limit = place.memory_bytes
+
+    @stage
+    def say(self, batch: Batch) -> Batch:
+        return batch.with_columns(limit=[self.limit] * len(batch))
+
+
+class Telling(Flow):
+    told: Told
+
+    def step(self, items: Stream) -> Stream:
+        return self.told.say(items)
+
+
+def test_workers_of_an_eager_run_are_told_the_limit() -> None:
+    """An engine takes its share of that for keys and values."""
+    for limit in (None, 1 << 30):
+        with m2flow.launch(
+            Telling(told=Told()), items_per_step=2, lanes=(LANE,), lane_memory=limit
+        ) as run:
+            assert run.step(Batch({"x": [1, 2]})).output["limit"] == [limit] * 2
+
+
 @pytest.mark.parametrize("where", ["eager", "lanes"])
 def test_a_worker_that_does_not_fit_is_named_with_its_bytes(where: str, pool: LanePool) -> None:
     """Its size is known once it is loaded; what was known before is refused before."""

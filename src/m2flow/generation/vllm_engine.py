@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from m2flow.generation import vllm_transfer
 from m2flow.generation.external_engine import SEEDS, ExternalEngine, Started
 from m2flow.generation.records import Request
+
+HEAD = "lm_head.weight"
 
 BATCHED_TOKENS = 2048
 """Tokens of prompts that are computed together on a CPU, or more where one prompt may be longer."""
@@ -59,7 +61,7 @@ class VLLMEngine(ExternalEngine):
 
     def _transfer(self, weights: Mapping[str, Tensor], version: int) -> None:
         if self._tied:  # vLLM keeps the head's own copy, which would stay as it was
-            weights = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+            weights = WithHead(weights)
         try:
             self._ask("start_update")
             for update in vllm_transfer.updates(weights, self._device):
@@ -96,3 +98,20 @@ class VLLMEngine(ExternalEngine):
             "min_p": params.min_p,
             "stop": list(params.stop_strings),
         }
+
+
+class WithHead(Mapping[str, Tensor]):
+    """Weights of which the head is the embedding, each made when it is asked for."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights["model.embed_tokens.weight" if name == HEAD else name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (name for name in self._weights if name != HEAD)
+        yield HEAD
+
+    def __len__(self) -> int:
+        return len(self._weights) + (HEAD not in self._weights)

@@ -9,7 +9,7 @@ Written after the code of vLLM 0.32, and not run on a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,22 +41,38 @@ def updates(weights: Mapping[str, Tensor], device: str) -> Iterator[dict[str, An
 
     A piece must have been taken in before the next is asked for.
     """
+    # Tensors may be made when they are asked for: one at a time, and forgotten again.
+    described = [_described(name, weights[name]) for name in weights]
     # Wide numbers first: each tensor then begins where its numbers may lie.
-    ordered = sorted(weights.items(), key=lambda item: -item[1].element_size())
-    total = sum(tensor.nbytes for _, tensor in ordered)
-    largest = max(tensor.nbytes for _, tensor in ordered)
+    ordered = sorted(described, key=lambda one: -one.width)
+    total, largest = sum(one.num_bytes for one in ordered), max(one.num_bytes for one in ordered)
     buffer, handle = export(max(largest, min(total, BUFFER_BYTES)), device)
-    piece: list[tuple[str, Tensor]] = []
+    piece: list[_Described] = []
     filled = 0
-    for name, tensor in ordered:
-        if filled + tensor.nbytes > buffer.numel():
+    for one in ordered:
+        if filled + one.num_bytes > buffer.numel():
             yield _update(piece, buffer, handle)
             piece, filled = [], 0
-        numbers = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        buffer[filled : filled + tensor.nbytes].copy_(numbers)
-        piece.append((name, tensor))
-        filled += tensor.nbytes
+        numbers = weights[one.name].detach().contiguous().view(-1).view(torch.uint8)
+        buffer[filled : filled + one.num_bytes].copy_(numbers)
+        piece.append(one)
+        filled += one.num_bytes
     yield _update(piece, buffer, handle)
+
+
+class _Described(NamedTuple):
+    """A tensor without its numbers, of which each has a width in bytes."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    width: int
+    num_bytes: int
+
+
+def _described(name: str, tensor: Tensor) -> _Described:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _Described(name, dtype, list(tensor.shape), tensor.element_size(), tensor.nbytes)
 
 
 def collect() -> None:
@@ -65,13 +81,13 @@ def collect() -> None:
         torch.cuda.ipc_collect()
 
 
-def _update(piece: list[tuple[str, Tensor]], buffer: Tensor, handle: Handle) -> dict[str, Any]:
+def _update(piece: list[_Described], buffer: Tensor, handle: Handle) -> dict[str, Any]:
     if buffer.is_cuda:
         torch.cuda.synchronize(buffer.device)  # the other process reads it at once
     return {
-        "names": [name for name, _ in piece],
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in piece],
-        "shapes": [list(tensor.shape) for _, tensor in piece],
-        "tensor_sizes": [tensor.nbytes for _, tensor in piece],
+        "names": [one.name for one in piece],
+        "dtype_names": [one.dtype for one in piece],
+        "shapes": [one.shape for one in piece],
+        "tensor_sizes": [one.num_bytes for one in piece],
         "ipc_handles": dict(handle),
     }

@@ -106,7 +106,7 @@ def _chosen_gpus() -> list[str] | None:
     if chosen is None:
         return None
     names = map(str.strip, chosen.split(","))
-    return list(takewhile(lambda name: name not in ("", "-1"), names))
+    return list(takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
 
 
 def _of_each_gpu(field: str) -> tuple[str, ...]:

@@ -61,6 +61,8 @@ def test_a_wrong_name_gets_the_nearest(name: str, hint: str) -> None:
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("NVIDIA GeForce RTX 3060", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("", None),
     ],
 )

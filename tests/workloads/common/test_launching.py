@@ -16,7 +16,7 @@ from m2flow.observe.progress import Quiet
 from m2flow.plan import build_plan, with_memory
 from m2flow.plan.file import to_json
 from m2flow.runtime.driver.pilot import Pilot
-from m2flow.workloads.common import launching, profile_key, read_recipe, start
+from m2flow.workloads.common import launching, planning, profile_key, read_recipe, start
 from m2flow.workloads.common.accounting import memory_lines
 from m2flow.workloads.common.computed import computed_profile, whose_figures
 from m2flow.workloads.common.launching import launched, with_working_memory
@@ -47,7 +47,14 @@ def test_a_fixed_plan_counts_what_calls_take_of_accelerators_with_a_limit(
     called(monkeypatch, "NVIDIA H200")
     limited = build_plan("collocated", GRAPH, with_memory(GPUS, 10**11), RECIPE.items_per_step)
     found = with_working_memory(RECIPE, GRAPH, limited).placements
-    assert found["generator"].working_bytes > 60e9
+    # Half of what an engine may have of the device: of 141 GB the limit's 100 / 0.9.
+    assert found["generator"].working_bytes == pytest.approx(55.6e9, rel=0.02)
+    for limit in (40, 80):
+        less = build_plan(
+            "collocated", GRAPH, with_memory(GPUS, limit * 10**9), RECIPE.items_per_step
+        )
+        spots = with_working_memory(RECIPE, GRAPH, less).placements
+        assert spots["generator"].working_bytes < 0.6e9 * limit
     assert found["learner"].working_bytes > 0
     assert {spot.state_bytes for spot in found.values()} == {0}, "these the workers tell"
     free = build_plan("collocated", GRAPH, GPUS, RECIPE.items_per_step)
@@ -136,3 +143,15 @@ def test_accelerators_of_other_machines_are_like_those_of_this_one(
     monkeypatch.setattr(profile_key, "gpu_names", lambda: ("NVIDIA H100",))
     lanes = [LaneSpec(0, "gpu", gpu=0), LaneSpec(1, "gpu", gpu=5, node=1)]
     assert profile_key.gpu_name(lanes) == "NVIDIA H100"
+
+
+def test_accelerators_are_refused_where_torch_is_built_for_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(planning.metadata, "version", lambda _: "2.13.0+cpu")
+    with pytest.raises(UserError, match=r"lanes: torch is built for CPUs alone.*'gpu:4'"):
+        planning.check_build(GPUS)
+    planning.check_build([LaneSpec(0, cores=(0,))])
+    monkeypatch.setattr(planning.metadata, "version", lambda _: "2.13.0")
+    planning.check_build(GPUS)

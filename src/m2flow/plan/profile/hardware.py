@@ -169,6 +169,8 @@ def device_named(name: str, key: str = "cluster") -> Device:
 def device_called(name: str) -> Device | None:
     """The device that a driver names so, such as "NVIDIA A100-SXM4-80GB"; None without figures."""
     words = re.split(r"[\s-]+", name.upper())
+    if "MIG" in words or "LAPTOP" in words:  # a part of the device, or a smaller one of its name
+        return None
     for device in DEVICES.values():
         if device.kind == "gpu" and set(device.name.upper().split("-")) <= set(words):
             return device

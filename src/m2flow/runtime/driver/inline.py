@@ -81,7 +81,7 @@ class InlineCarrier:
         self._host = LaneHost(0, graphs, workers)
         self._host.versions = dict.fromkeys(workers, version)
         self._journal: JournalWriter | None = None
-        limited = {lane.id for lane in plan.lanes if lane.memory_bytes is not None}
+        limits = {lane.id: lane.memory_bytes for lane in plan.lanes}
         self.state_bytes: dict[str, int] = {}
         self._queue: deque[tuple[str, Command]] = deque()
         self._said: list[Report] = []
@@ -89,10 +89,16 @@ class InlineCarrier:
         for name, worker in workers.items():
             if name in plan.placements:
                 lane = plan.placements[name].lanes[0]
-                place = Place(lane, device=device, num_threads=num_threads, version=version)
+                place = Place(
+                    lane,
+                    device=device,
+                    num_threads=num_threads,
+                    version=version,
+                    memory_bytes=limits[lane],
+                )
                 worker.load(place)
                 self.state_bytes[name] = worker.state_bytes()
-                if lane in limited:
+                if limits[lane] is not None:
                     worker.offload()
         self._watch = CallWatch(plan.deadline_seconds)
 

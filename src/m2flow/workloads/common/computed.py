@@ -84,13 +84,16 @@ def cluster_of(lanes: Sequence[LaneSpec], name: str = "") -> Cluster:
 
 def _device(kind: str, lanes: Sequence[LaneSpec], name: str) -> Device:
     """Return what stands for a kind of lane."""
-    if kind == "gpu" and (known := device_called(name)) is not None:
-        return known  # an engine takes its share of what is there, whatever the limit
-    found = DEVICES["CPU"] if kind == "cpu" else DEVICES[STAND_IN]
+    known = device_called(name) if kind == "gpu" else None
+    found = known or (DEVICES["CPU"] if kind == "cpu" else DEVICES[STAND_IN])
     if kind not in ("cpu", "gpu"):
         found = device_named(kind)
     limits = [lane.memory_bytes for lane in lanes if lane.kind == kind]
     said = [limit for limit in limits if limit is not None]
     if len(said) == len(limits):
+        if known is not None:  # an engine takes its share of what it may have of the device
+            return replace(
+                known, memory_bytes=min(known.memory_bytes, round(min(said) / USABLE_MEMORY))
+            )
         return replace(found, memory_bytes=round(min(said) / USABLE_MEMORY))
     return replace(found, memory_bytes=ENDLESS) if kind == "cpu" else found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 from m2flow.engine.plan import LaneSpec, Plan
@@ -141,6 +142,23 @@ def named_layouts(
         expected = ", ".join(one.name for one in fitting)
         raise UserError(problem, key=key, value=name, expected=f"one of {expected}")
     return found
+
+
+def check_build(lanes: Sequence[LaneSpec]) -> None:
+    """Refuse accelerators of this machine where torch is built for CPUs alone.
+
+    Raises:
+        UserError: says what to install, or to ask for.
+    """
+    if all(lane.gpu is None for lane in lanes) or os.environ.get("RAY_ADDRESS"):
+        return
+    if metadata.version("torch").endswith("+cpu"):
+        raise UserError(
+            "torch is built for CPUs alone, and this machine's accelerators are to be used",
+            key="lanes",
+            value=f"gpu:{sum(lane.gpu is not None for lane in lanes)}",
+            hint="install torch for CUDA, or set lanes to cpu:N",
+        )
 
 
 def check_runnable(plan: Plan) -> None:

@@ -22,6 +22,7 @@ from m2flow.runtime.driver.auto import EFFORT, GUESSES
 from m2flow.workloads.common.accounting import memory_lines
 from m2flow.workloads.common.computed import computed_profile, whose_figures
 from m2flow.workloads.common.planning import (
+    check_build,
     check_runnable,
     flow_of,
     lanes_of,
@@ -79,6 +80,7 @@ def train(
         check_layouts(recipe)
     mode = AUTO_MODE if chosen is None else chosen.mode
     lanes = lanes_of(recipe) if chosen is None else chosen.lanes
+    check_build(lanes)
     workload = workload_of(recipe)
     workload.check_here(recipe)
     if "tensorboard" in recipe.logger:
