@@ -12,6 +12,7 @@ from m2flow.flow import Flow, stage
 from m2flow.flow.graph import WeightEdge
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan, validate
+from m2flow.plan.validate import check_equal_gangs
 from tests.plan.small_graphs import GRAPHS, GRPO
 
 ONE, TWO = Placement(((0,),)), Placement(((0,), (1,)))
@@ -257,10 +258,10 @@ def test_replicas_have_as_many_lanes_as_their_layout() -> None:
         plan = replace(GOOD, **placed(learner=replace(spot, layout=layout)))
         with pytest.raises(PlanError, match=rf"placements\.learner\.replicas: .*{said}"):
             validate(plan, GRPO, 8, layouts=declared)
-    uneven = Placement(((0, 1), (2,)))
-    three = replace(GOOD, lanes=tuple(LaneSpec(n, cores=(n,)) for n in range(3)))
+    node = next(one for one in GRPO.nodes if one.worker == "learner")
+    check_equal_gangs(node, GANG)
     with pytest.raises(PlanError, match="gangs of unequal size"):
-        validate(replace(three, **placed(learner=uneven)), GRPO, 8)
+        check_equal_gangs(node, Placement(((0, 1), (2,))))
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

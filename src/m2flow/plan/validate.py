@@ -199,7 +199,6 @@ def check_equal_gangs(node: StageNode, placement: Placement) -> None:
 
 
 def _check_gang(node: StageNode, placement: Placement) -> None:
-    check_equal_gangs(node, placement)
     if all(len(gang) == 1 for gang in placement.replicas):
         return
     why = "is sticky" if node.sticky else ""

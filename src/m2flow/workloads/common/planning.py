@@ -23,6 +23,7 @@ from m2flow.plan import (
     validate,
     with_memory,
 )
+from m2flow.plan.validate import check_equal_gangs
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_of
 
@@ -64,6 +65,8 @@ def planned(recipe: Recipe, plan_file: Path | None = None) -> tuple[FlowGraph, P
             deadline_seconds=recipe.deadline_seconds,
         )
     validate(plan, graph, recipe.items_per_step, isolated, declared_layouts(flow, plan.lanes))
+    for node in graph.nodes:
+        check_equal_gangs(node, plan.placements[node.worker])
     return graph, plan
 
 
