@@ -244,7 +244,10 @@ def test_arguments_are_of_the_types_of_the_functions_parameters() -> None:
 
     assert said("5") == ("5.0", False)
     assert said({"value": 5, "share": "0.5", "round_up": "true"}) == ("3", False)
+    assert said({"value": 5.0, "share": 1}) == ("5.0", False)
     assert said({"value": "five"})[1]
+    assert said({"value": float("inf")})[1]
+    assert said({"value": 5.5})[1]
     assert said({"value": True})[1]
     assert said({"value": 1, "round_up": 1})[1]
 

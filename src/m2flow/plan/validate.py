@@ -48,9 +48,9 @@ def validate(
     for worker, placement in plan.placements.items():
         _check_known("placements", worker, workers)
         _check_placement(worker, placement, lane_ids)
-        for key in ("state_bytes", "working_bytes"):
-            if (size := getattr(placement, key)) < 0:
-                key = f"placements.{worker}.{key}"
+        for name in ("state_bytes", "working_bytes"):
+            if (size := getattr(placement, name)) < 0:
+                key = f"placements.{worker}.{name}"
                 raise PlanError("must not be negative", key=key, value=size)
         if worker in layouts:
             _check_layout(worker, placement, layouts[worker])

@@ -219,11 +219,11 @@ def weighted_sum(parts: Sequence[WeightedReward], judged: Judged) -> Scores:
             if isinstance(value, RewardFailure):
                 why = value.why
             else:
-                total = part.weight * value
+                total = added = part.weight * value
+                if abs(added) <= LARGEST:
+                    total = math.fsum([*each[number], added])  # weights that come to 1 give 1
                 if abs(total) <= LARGEST:
-                    each[number].append(total)
-                    total = math.fsum(each[number])  # weights that come to 1 give 1
-                if abs(total) <= LARGEST:
+                    each[number].append(added)
                     continue
                 why = f"makes it {total:g}, which float32 cannot hold"
             failures[number] = failures[number] or f"reward {part.name} {why}"

@@ -71,7 +71,8 @@ def _read_as(kind: type, name: str, value: Any) -> Any:
     if value is None or (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)):
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and (kind in (float, str) or (kind is int and value == int(value))):
+    whole = isinstance(value, float) and value.is_integer()  # as JSON may write a whole number
+    if number and (kind in (float, str) or (kind is int and whole)):
         return kind(value)
     try:
         if kind is bool and isinstance(value, str):

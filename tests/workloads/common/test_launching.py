@@ -137,6 +137,15 @@ def test_lanes_of_a_devices_own_kind_have_an_account() -> None:
     assert any("learner" in line for line in lines)
 
 
+def test_working_memory_is_counted_for_lanes_of_a_devices_own_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called(monkeypatch, "NVIDIA H100")
+    lanes = [replace(one, kind="h100") for one in with_memory(GPUS, 6 * 10**10)]
+    plan = build_plan("collocated", GRAPH, lanes, RECIPE.items_per_step)
+    assert with_working_memory(RECIPE, GRAPH, plan).placements["generator"].working_bytes > 0
+
+
 def test_accelerators_of_other_machines_are_like_those_of_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -165,13 +165,14 @@ class AgenticRecipe(reasoning.ReasoningRecipe):
         return self
 
     def _refuse_keys_of_own_tools(self) -> None:
+        """Refuse what an agent of the user's decides itself."""
         for key, value, expected, why in (
             (
                 "warmup.steps", self.warmup.steps or None, "0 where there is an agent",
                 "demonstrations are of m2flow's own tools, and an agent has others",
             ),
             (
-                "episode.dialect", {"tags": "tags"}.get(self.episode.dialect),
+                "episode.dialect", "tags" if self.episode.dialect == "tags" else None,
                 "chat where there is an agent",
                 "an agent's calls and answers are turns of a chat template",
             ),

@@ -66,8 +66,7 @@ class AgenticExperiment(ReasoningExperiment):
         self._dialect_of(self._starting_tokenizer())  # refuses what it cannot write
 
     def _dialect_of(self, tokenizer: Any) -> Dialect:
-        recipe = self.recipe
-        options = None if recipe.data.chat is False else recipe.data.chat_options
+        recipe, options = self.recipe, self.recipe.data.template_variables
         if recipe.agent is not None:
             return ChatDialect(tokenizer, recipe.episode.max_tokens, options)
         return dialect_of(tokenizer, recipe.episode, self.tools, options)

@@ -105,12 +105,11 @@ def recipe_flow(
     """
     algorithm, policy = recipe.algorithm, saved(recipe, model, checkpoint)
     generation, episode = recipe.generation, recipe.episode
-    chat_options = None if recipe.data.chat is False else recipe.data.chat_options
     drawing = {
         "samples_per_prompt": recipe.samples_per_prompt,
         **{name: getattr(generation, name) for name in DRAWING},
         "dtype": generation.dtype or recipe.model.dtype,
-        "chat_options": chat_options,
+        "chat_options": recipe.data.template_variables,
         "adapted": AdaptedSource.of(recipe, model),
     }
     settings: dict[str, Any] = {
@@ -132,6 +131,6 @@ def recipe_flow(
         return HostedAgent(generator=host, **settings)
     return Agent(
         generator=TurnGenerator(policy, episode, tools, **drawing),
-        tools=ToolUser(model, episode, tools, recipe.tools, chat_options),
+        tools=ToolUser(model, episode, tools, recipe.tools, recipe.data.template_variables),
         **settings,
     )

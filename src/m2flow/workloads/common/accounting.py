@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from m2flow.engine.plan import Plan
 from m2flow.errors import UserError
@@ -13,7 +12,7 @@ from m2flow.plan.choose.judge import sized
 from m2flow.plan.machine import usable_memory
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.sizes import bytes_text
-from m2flow.workloads.common.computed import cluster_of
+from m2flow.workloads.common.computed import cluster_of, lanes_named
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_of
 from m2flow.workloads.common.workload import NOTHING_ASSUMED
@@ -28,9 +27,7 @@ def memory_lines(recipe: Recipe, graph: FlowGraph, plan: Plan) -> list[str]:
         plan: who stands where; what it says of sizes is not read.
     """
     cluster = cluster_of(plan.lanes)
-    called = {device.name.lower(): kind for kind, device in cluster.kinds.items()}
-    lanes = tuple(replace(lane, kind=called.get(lane.kind, lane.kind)) for lane in plan.lanes)
-    plan = replace(plan, lanes=lanes)
+    plan = lanes_named(plan, cluster)
     try:
         prices = workload_of(recipe).prices(recipe, graph, NOTHING_ASSUMED)
         profile = analytic_profile(graph, cluster, prices, recipe.items_per_step)

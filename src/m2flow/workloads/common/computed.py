@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from m2flow.engine.plan import LaneSpec
+from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan.profile import Profile
@@ -82,6 +82,14 @@ def cluster_of(lanes: Sequence[LaneSpec], name: str = "") -> Cluster:
     )
 
 
+def lanes_named(plan: Plan, cluster: Cluster) -> Plan:
+    """Return a plan whose lanes have the kinds that the cluster of its lanes has: a device that is
+    the only one of its kind is called `gpu` there, whatever the plan calls it."""
+    kinds = {device.name.lower(): kind for kind, device in cluster.kinds.items()}
+    lanes = tuple(replace(lane, kind=kinds.get(lane.kind, lane.kind)) for lane in plan.lanes)
+    return replace(plan, lanes=lanes)
+
+
 def _device(kind: str, lanes: Sequence[LaneSpec], name: str) -> Device:
     """Return what stands for a kind of lane."""
     known = device_called(name) if kind == "gpu" else None
@@ -91,9 +99,7 @@ def _device(kind: str, lanes: Sequence[LaneSpec], name: str) -> Device:
     limits = [lane.memory_bytes for lane in lanes if lane.kind == kind]
     said = [limit for limit in limits if limit is not None]
     if len(said) == len(limits):
-        if known is not None:  # an engine takes its share of what it may have of the device
-            return replace(
-                known, memory_bytes=min(known.memory_bytes, round(min(said) / USABLE_MEMORY))
-            )
-        return replace(found, memory_bytes=round(min(said) / USABLE_MEMORY))
+        may = round(min(said) / USABLE_MEMORY)
+        # An engine takes its share of what it may have of a device, and of no more than there is.
+        return replace(found, memory_bytes=min(may, known.memory_bytes) if known else may)
     return replace(found, memory_bytes=ENDLESS) if kind == "cpu" else found

@@ -20,7 +20,12 @@ from m2flow.plan.race import tried
 from m2flow.runtime.driver.auto import GUESSES, Auto
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.profiling.stored import cached, keep, stored_at
-from m2flow.workloads.common.computed import computed_profile, whose_figures
+from m2flow.workloads.common.computed import (
+    cluster_of,
+    computed_profile,
+    lanes_named,
+    whose_figures,
+)
 from m2flow.workloads.common.planning import layouts_of
 from m2flow.workloads.common.profile_key import gpu_name, profile_key
 from m2flow.workloads.common.recipe import AUTO_MODE, Recipe
@@ -104,7 +109,8 @@ def with_working_memory(recipe: Recipe, graph: FlowGraph, plan: Plan) -> Plan:
     profile = _computed(recipe, graph, plan.lanes)
     if profile is None:
         return plan
-    spots = sized(plan, graph, profile, recipe.items_per_step).placements
+    named = lanes_named(plan, cluster_of(plan.lanes, gpu_name(plan.lanes)))
+    spots = sized(named, graph, profile, recipe.items_per_step).placements
     return with_sizes(plan, {}, {name: spots[name].working_bytes for name in unsaid})
 
 

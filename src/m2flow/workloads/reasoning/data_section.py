@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -90,6 +90,11 @@ class DataSection(Section):
     chat_options: Options = Field(default_factory=dict)
     options: Options = Field(default_factory=dict)
     curriculum: CurriculumPart | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any] | None:
+        """Variables of the chat template; None where prompts are no turns of one."""
+        return None if self.chat is False else self.chat_options
 
     @model_validator(mode="after")
     def _keys_belong_to_the_task(self) -> DataSection:

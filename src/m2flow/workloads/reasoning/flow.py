@@ -172,7 +172,7 @@ def recipe_flow(
             captured_decode=recipe.generation.captured_decode,
             key_value_heads=None if shape is None else shape.kv_heads,
             stop=recipe.generation.stop,
-            chat_options=None if recipe.data.chat is False else recipe.data.chat_options,
+            chat_options=recipe.data.template_variables,
             tokens_per_step=recipe.generation.tokens_per_step,
             adapted=AdaptedSource.of(recipe, model),
         ),
