@@ -70,6 +70,10 @@ class CannotHeal(RunFailed):
     """What a lost lane held cannot be made again, or brought back, while the step goes on."""
 
 
+class NotLoaded(RunFailed):
+    """Workers of another plan could not be brought up; the run stands under the plan before."""
+
+
 class Stalled(TimeoutError):
     """Nothing was heard of a call for as long as a call may be silent. The cause of a `RunFailed`.
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import m2flow
-from m2flow import Batch, Flow, Layout, Stream, Worker, stage
+from m2flow import Batch, Flow, Layout, Place, Stream, Worker, stage
 from m2flow.engine.plan import Placement, Plan
-from m2flow.errors import UserError
+from m2flow.errors import NotLoaded, UserError
 from m2flow.plan import LaneSpec, build_plan
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.run import Run
@@ -162,6 +162,65 @@ def test_a_trained_worker_that_cannot_save_its_state_stays(pool: LanePool) -> No
             run.replan(apart)
         assert not run.movable("learner")
         run.step(scenario.batches[1])  # goes on as it was
+
+
+class Crowded(flows.Judge):
+    """Has no room on the last lane."""
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        if place.lane == LANES[-1].id:
+            raise MemoryError("no room for 7 GB")
+
+
+class Tidy(flows.Sampler):
+    """Leaves a file where it was closed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def close(self) -> None:
+        (self.folder / str(self.place.lane)).touch()
+        super().close()
+
+
+def test_a_plan_that_cannot_be_loaded_leaves_the_run_as_it_was(
+    pool: LanePool, tmp_path: Path
+) -> None:
+    """Others had been brought up elsewhere already when the judge was found to have no room."""
+    scenario = toy()
+    eager = eager_outcome(scenario)
+    flow = flows.Toy(sampler=Tidy(tmp_path), judge=Crowded(), learner=flows.Learner())
+    run, _ = _toy_run(pool, flow)
+    outputs, metrics = [], []
+    with run:
+        apart = build_plan("collocated", run.graph, LANES, scenario.items_per_step)
+        for batch in scenario.batches:
+            before = run.plan
+            with pytest.raises(NotLoaded, match=r"judge\.load ran out of memory .* 7 GB") as caught:
+                run.replan(apart)
+            assert isinstance(caught.value.__cause__, MemoryError)
+            assert (tmp_path / str(LANES[-1].id)).exists(), "what was brought up was not closed"
+            assert run.plan == before
+            result = run.step(batch)
+            outputs.append(output_of(result))
+            metrics.append(dict(result.metrics))
+        states = run.worker_call_everywhere(*scenario.trained)
+    check_same(Outcome(outputs, states, metrics, 0), eager, scenario)
+
+
+def test_states_that_do_not_fit_under_another_plan_leave_the_run_as_it_was(pool: LanePool) -> None:
+    run, scenario = _toy_run(pool, toy().make_flow())
+    with run:
+        run.step(scenario.batches[0])
+        before = run.plan
+        narrow = tuple(replace(lane, memory_bytes=1) for lane in LANES)
+        apart = build_plan("collocated", run.graph, narrow, scenario.items_per_step)
+        with pytest.raises(NotLoaded, match="at most 1 byte"):
+            run.replan(apart)
+        assert run.plan == before
+        run.step(scenario.batches[1])
 
 
 def test_no_new_plan_while_steps_are_in_flight_or_for_one_process(pool: LanePool) -> None:

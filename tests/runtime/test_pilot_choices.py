@@ -148,6 +148,47 @@ def test_a_plan_that_cannot_run_is_ruled_out_and_the_step_taken_under_another() 
     assert "out of memory" in [entrant.verdict for entrant in pilot.race.entrants]
 
 
+def test_where_all_of_a_race_cannot_run_others_are_tried() -> None:
+    """While they race, all plans but one turn out to fail."""
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS)
+    run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS)
+    while pilot.race is None:
+        run.steps(pilot, len(run.seconds) + 1)
+    raced = {shape(entrant.plan) for entrant in pilot.race.entrants}
+    run.fails = lambda plan: "out of memory" if shape(plan) in raced else None
+    run.steps(pilot, STEPS)
+    assert len(run.seconds) == STEPS
+    assert shape(pilot.plan) not in raced
+    assert pilot.watch is not None
+
+
+def test_a_winner_that_fails_later_makes_way_for_the_next_best() -> None:
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS)
+    run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS)
+    run.steps(pilot, 30)
+    assert pilot.watch is not None
+    winner = shape(pilot.plan)
+    run.fails = lambda plan: "out of memory" if shape(plan) == winner else None
+    run.steps(pilot, STEPS)
+    assert all(shape(plan) != winner for plan in run.plans[30:])
+    assert pilot.watch is not None
+
+
+def test_a_winner_that_cannot_be_loaded_makes_way_for_the_next_best() -> None:
+    """Another entrant has run last, and the run stands under that one."""
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS)
+    run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS)
+    run.steps(pilot, 30)
+    winner = pilot.plan
+    assert apart(winner)
+    pilot.gone_over(run.plans[0], ("asker", "counter"), 0.0)
+    pilot.refuse(winner, "no memory")
+    run.loads = lambda plan: not apart(plan)
+    run.steps(pilot, STEPS)
+    assert not any(apart(plan) for plan in run.plans[30:])
+    assert pilot.watch is not None
+
+
 def test_a_guess_that_cannot_run_makes_way_for_another_one() -> None:
     """Calls with more than four items run out of memory."""
     pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS)

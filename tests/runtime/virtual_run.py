@@ -25,6 +25,7 @@ class VirtualRun:
         plans: those of the steps.
         load_seconds: pause where workers move.
         fails: names a plan that cannot run, and why.
+        loads: whether the workers of a plan can be brought up where they stand under it.
         fixed: workers that cannot move.
     """
 
@@ -33,6 +34,7 @@ class VirtualRun:
     num_items: int
     load_seconds: float = 1.0
     fails: Callable[[Plan], str | None] = lambda plan: None
+    loads: Callable[[Plan], bool] = lambda plan: True
     fixed: tuple[str, ...] = ()
     now: float = 0.0
     seconds: list[float] = field(default_factory=list)
@@ -59,7 +61,7 @@ class VirtualRun:
                 self._go_over(pilot, plan)
             self.plans.append(pilot.plan)
             pilot.note(self._step(pilot.plan), pilot.plan)
-            if looks and pilot.wants_to_look:
+            while looks and pilot.wants_to_look:
                 self._look(pilot)
 
     def _look(self, pilot: Pilot) -> None:
@@ -68,6 +70,9 @@ class VirtualRun:
             self._go_over(pilot, plan)
 
     def _go_over(self, pilot: Pilot, plan: Plan) -> None:
+        if self.movers(plan) and not self.loads(plan):
+            pilot.refuse(plan, "cannot be loaded")
+            return
         moved, pause = self.movers(plan), self.pause_seconds(plan)
         self.now += pause
         pilot.gone_over(plan, moved, pause)

@@ -130,6 +130,7 @@ class Pilot:
         self._uncounted, self._seconds = 1, list[float]()
         self._done, self._since, self._finer = 0, 0, False
         self._failed: list[Entrant] = []
+        self._not_loaded: list[Plan] = []
         self._tried: list[tuple[Plan, list[float]]] = []
         trusted = known is not None and known.source == "measured"
         self._error = KNOWN_ERROR if trusted else LEARNED_ERROR
@@ -168,7 +169,7 @@ class Pilot:
             return self.race.over or self.race.current.plan is not self.plan
         if self.watch is not None:
             return self.watch.drift() is not None
-        return bool(self._tried)
+        return bool(self._tried) and self._tried[-1][0] is self.plan
 
     def next_plan(self, run: Movers) -> Plan:
         """The plan of the next step. To be asked when `wants_to_look`."""
@@ -234,23 +235,46 @@ class Pilot:
             The next plan of the race, or the one that is best by what is known; None if every plan
             has failed that may be tried.
         """
-        failed = self.plan
-        predicted = failed.predicted_seconds or math.inf
-        self._failed.append(Entrant(failed.mode, failed, predicted, verdict=reason))
+        self._rule_out(self.plan, reason)
         # Steps of it may have ended before, where others were in flight.
         self._tried = [one for one in self._tried if not self._has_failed(one[0])]
-        if self.race is not None and self.watch is None:
-            self.race.rule_out(self._entrant(failed), reason)
-            if self.race.open:
-                return self.race.current.plan
+        return self.another(run)
+
+    def another(self, run: Movers | None = None) -> Plan | None:
+        """A plan beside those that have failed, as `instead` says; None if there is none.
+
+        Args:
+            run: which workers it can move; None where none stands anywhere yet.
+        """
+        if self.race is not None:
+            return self.race.current.plan
         return next(
             (
                 plan
                 for plan in self._others()
-                if not self._has_failed(plan) and all(map(run.movable, run.movers(plan)))
+                if not self._has_failed(plan)
+                and (run is None or all(map(run.movable, run.movers(plan))))
             ),
             None,
         )
+
+    def refuse(self, plan: Plan, reason: str) -> None:
+        """Note that a plan could not be loaded; no plan is tried that has workers stand as it does.
+
+        Args:
+            plan: to which the run has not gone over.
+            reason: why.
+        """
+        self._not_loaded.append(plan)
+        self._rule_out(plan, reason)
+
+    def begin_instead(self, reason: str) -> Plan | None:
+        """Another plan to begin with, where the present one could not be loaded; None as above."""
+        self.refuse(self.plan, reason)
+        plan = self.another()
+        if plan is not None:
+            self.plan = plan
+        return plan
 
     def _others(self) -> Iterator[Plan]:
         """Plans beside the present one: those that have run, those that were judged, guesses.
@@ -266,8 +290,23 @@ class Pilot:
             with contextlib.suppress(UserError):  # it does not fit these lanes
                 yield self._as_run(self._guess(mode))
 
+    def _rule_out(self, plan: Plan, reason: str) -> None:
+        """Note that a plan has failed; a race, over or not, goes on among those that are left."""
+        predicted = plan.predicted_seconds or math.inf
+        self._failed.append(Entrant(plan.mode, plan, predicted, verdict=reason))
+        race, self.watch = self.race, None
+        if race is None:
+            return
+        for one in race.entrants:
+            if one.verdict in ("", WON) and self._has_failed(one.plan):
+                race.rule_out(one, reason)
+        if not race.open:
+            self.race = None
+
     def _has_failed(self, plan: Plan) -> bool:
-        return any(shape(plan) == shape(one.plan) for one in self._failed)
+        return any(shape(plan) == shape(one.plan) for one in self._failed) or any(
+            _stand_alike(plan, other) for other in self._not_loaded
+        )
 
     # --- choosing -------------------------------------------------------------------------------
 
@@ -385,6 +424,12 @@ class Pilot:
         if self._num_steps is None:
             return max(self._done, 1)
         return self._num_steps - self._done
+
+
+def _stand_alike(plan: Plan, other: Plan) -> bool:
+    """Whether all workers stand under a plan as they do under another one."""
+    there = other.placements
+    return all(spot.stands_as(there[worker]) for worker, spot in plan.placements.items())
 
 
 def _spread(prediction: Prediction) -> float:

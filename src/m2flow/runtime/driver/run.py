@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from m2flow.errors import RunFailed, UserError
+from m2flow.errors import NotLoaded, RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
 from m2flow.runtime.driver.methods import STEP
@@ -17,6 +17,7 @@ from m2flow.runtime.driver.runner import StepResult
 from m2flow.runtime.lane.exhausted import is_exhaustion
 
 if TYPE_CHECKING:  # the planner is imported where a plan is chosen
+    from m2flow.engine.plan import Plan
     from m2flow.runtime.driver.pilot import Pilot
 
 
@@ -110,10 +111,20 @@ class Run(FlowThatRecovers):
         """Have the pilot look again, and go over to the plan that it wants next."""
         plan = pilot.next_plan(self)
         if plan is not pilot.plan:
-            done = self.replan(plan)
-            pilot.gone_over(plan, done.moved, done.seconds)
+            self._go_over(pilot, plan)
         else:  # what is expected of the same plan may have changed
             self.plan = replace(self.plan, predicted_seconds=plan.predicted_seconds)
+
+    def _go_over(self, pilot: Pilot, plan: Plan) -> bool:
+        """Go over to the plan that the pilot wants; one that cannot be loaded it rules out."""
+        try:
+            done = self.replan(plan)
+        except NotLoaded as error:
+            pilot.refuse(plan, reason := str(error).splitlines()[0])
+            self._runners[STEP].note(reason)
+            return False
+        pilot.gone_over(plan, done.moved, done.seconds)
+        return True
 
     def _taken_back(self, error: RunFailed) -> list[Batch]:
         """Bring lanes back that were lost, or go over to another plan where this one has failed for
@@ -139,8 +150,10 @@ class Run(FlowThatRecovers):
         if plan is None or batches is None:
             raise error
         self._discard()
-        done = self.replan(plan)
-        self.pilot.gone_over(plan, done.moved, done.seconds)
+        while not self._go_over(self.pilot, plan):
+            plan = self.pilot.another(self)
+            if plan is None:
+                raise error
         self._recovery.forget_open()
         return batches
 

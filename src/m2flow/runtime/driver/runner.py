@@ -144,6 +144,9 @@ class Runner:
         recall: what need not be made in a step, by the step's number and its source items.
         heal: whether the carrier may bring lanes back while a step goes on.
         heed: called between two events while steps are waited for; what it raises leaves them open.
+
+    Attributes:
+        untold: what people are told with the next result.
     """
 
     def __init__(
@@ -164,7 +167,7 @@ class Runner:
         self.engine = Engine(graph, plan, first_step, residency, heal=heal)
         self.next_step = first_step
         self._clock, self._attended = clock, clock()
-        self._recall, self._heed, self._notes = recall, heed, list[str]()
+        self._recall, self._heed, self.untold = recall, heed, list[str]()
         self._open: dict[int, _Open] = {}
         self._spans: list[Span] = []
         self._last_end = 0.0
@@ -216,7 +219,7 @@ class Runner:
 
     def note(self, what: str | None) -> None:
         """Have people told with the next result, if there is anything to tell."""
-        self._notes += [what] if what else []
+        self.untold += [what] if what else []
 
     @property
     def busy(self) -> bool:
@@ -344,7 +347,7 @@ class Runner:
                 if report.note:
                     self._open[step].notes.append(report.note)
             elif report.note:
-                self._notes.append(report.note)
+                self.untold.append(report.note)
             self._astray |= isinstance(report.event, MoveFailed)
         news = [report.event for report in reports if report.event is not None]
         self._handle(Tick(now, judge=False), *news, Tick(now, judge=attentive))
@@ -391,9 +394,9 @@ class Runner:
             staleness=lag / items if items else None,
             published=opened.published,
             recalled=opened.recalled,
-            notes=(*self._notes, *opened.notes),
+            notes=(*self.untold, *opened.notes),
         )
-        self._notes = []
+        self.untold = []
         self._collecting.append((result, self.carrier.collect(self.name, command)))
 
     def _take_result(self) -> StepResult:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from m2flow.engine.plan import Plan
 from m2flow.engine.residency import Residency
-from m2flow.errors import UserError
+from m2flow.errors import NotLoaded, UserError
 from m2flow.flow.worker import Worker, saves
 from m2flow.runtime.driver.journal import Journal, Kept, nothing_kept
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
@@ -23,6 +23,7 @@ from m2flow.runtime.driver.recovery import LaneLoss
 from m2flow.runtime.driver.runner import Runner
 
 if TYPE_CHECKING:  # a run in one process does without Ray
+    from m2flow.runtime.driver.loading import Moved
     from m2flow.runtime.driver.mending import Mender
     from m2flow.runtime.driver.pool import LanePool
     from m2flow.runtime.driver.supervision import Supervision
@@ -90,6 +91,7 @@ class FlowOnLanes:
         self._journal: Journal | None = None
         self._mender: Mender | None = None
         self._loaded = first_step
+        self._runners: dict[str, Runner] = {}
         self._take_up(plans, carrier, dict.fromkeys(methods.graphs, first_step))
         gc.freeze()  # what is there stays: to go through all of torch would stop the control loop
 
@@ -100,6 +102,7 @@ class FlowOnLanes:
         self._state_bytes = {w: spot.state_bytes for w, spot in self._placements.items()}
         self._residency = Residency(plans.everything)
         graphs = self._methods.graphs
+        untold = [note for runner in self._runners.values() for note in runner.untold]
         self._runners = {
             name: Runner(
                 name,
@@ -114,6 +117,7 @@ class FlowOnLanes:
             )
             for name, plan in plans.by_method.items()
         }
+        self._runners[STEP].untold = untold
         if self._supervision is not None:
             self._mender = carrier.mender = self._new_mender(next_steps[STEP])
         if self._journal is not None:
@@ -207,6 +211,9 @@ class FlowOnLanes:
             UserError: steps are in flight; this run has one process; the plan is for other lanes;
                 or a worker would have to move that is trained and cannot save its state.
             PlanError: the plan does not fit.
+            NotLoaded: a worker could not be brought up, or the states of all do not fit; what it
+                raised is chained. The run stands as it did.
+            RunFailed: a lane was lost, or did not answer.
         """
         start = time.perf_counter()
         self._check_idle("replan")
@@ -214,7 +221,6 @@ class FlowOnLanes:
         if self._pool is None:
             raise UserError("an eager run has one process and one plan", key="mode", value="eager")
         from m2flow.runtime.driver import moving
-        from m2flow.runtime.driver.carrier import RayCarrier
         from m2flow.runtime.driver.loading import Moved
 
         plans = self._methods.planned(plan)
@@ -227,9 +233,30 @@ class FlowOnLanes:
                     key=worker,
                     hint="define `save` and `restore`, or let it stand where it stands",
                 )
-        fetches = self._saved(moved)
-        next_steps = {name: runner.next_step for name, runner in self._runners.items()}
+        kept = Moved(frozenset(self._placements) - set(moved), self._saved(moved))
         self._stands = False  # until all lanes have gone over
+        refused: Exception | None = None
+        try:
+            self._bring_up(plans, kept)
+        except Exception as error:
+            if self._pool.lost or self._pool.spoiled:
+                raise
+            refused = error
+        if refused is not None:
+            self._bring_up(self._plans, kept)
+        moving.drop_states(self._pool)
+        self._publish_to(moved, self._runners[STEP].next_step)
+        if refused is not None:
+            why = str(refused) or type(refused).__name__
+            raise NotLoaded(f"plan {plan.mode} cannot be loaded: {why}") from refused
+        return Replanned(moved, time.perf_counter() - start)
+
+    def _bring_up(self, plans: Plans, kept: Moved) -> None:
+        """Bring up the workers that are not kept where other plans have them, and take these up."""
+        from m2flow.runtime.driver.carrier import RayCarrier
+
+        next_steps = {name: runner.next_step for name, runner in self._runners.items()}
+        assert self._pool is not None
         carrier = RayCarrier(
             self._pool,
             self._methods.graphs,
@@ -238,13 +265,10 @@ class FlowOnLanes:
             plans.by_method,
             next_steps[STEP],
             load_seconds=self._load_deadline,
-            moved=Moved(frozenset(self._placements) - set(moved), fetches),
+            moved=kept,
         )
-        moving.drop_states(self._pool)
         sized = plans.sized(self._state_bytes | carrier.state_bytes, self._methods.graphs)
         self._take_up(sized, carrier, next_steps)
-        self._publish_to(moved, next_steps[STEP])
-        return Replanned(moved, time.perf_counter() - start)
 
     def movers(self, plan: Plan) -> tuple[str, ...]:
         """Workers that a plan would have stand elsewhere, in another layout or other groups."""

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import LaneSpec, Plan
-from m2flow.errors import RunFailed
+from m2flow.errors import PlanError, RunFailed
 from m2flow.flow.flow import Flow
 from m2flow.flow.worker import Isolation
 from m2flow.plan import isolated_workers, parse_lanes, with_memory
@@ -18,6 +18,7 @@ from m2flow.runtime.driver.inline import InlineCarrier
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
 from m2flow.runtime.driver.recovery import LaneLoss
 from m2flow.runtime.driver.run import Run
+from m2flow.runtime.lane.exhausted import is_exhaustion
 
 if TYPE_CHECKING:  # an eager run does without Ray
     from m2flow.runtime.driver.carrier import RayCarrier
@@ -142,10 +143,10 @@ def on_lanes(
 
     plan_for = ElasticPlan(methods, plans, flow.workers, pilot) if elastic else None
     supervision = Supervision(pool, lane_restarts, plan_for)
-    plans, carrier, losses = _loaded(pool, methods, plans, load, supervision)
+    plans, carrier, losses = _loaded(pool, methods, plans, load, supervision, pilot)
     return Run(
         methods,
-        plans.sized(carrier.state_bytes, methods.graphs),
+        plans,
         workers,
         carrier,
         first_step,
@@ -166,8 +167,11 @@ def _loaded(
     plans: Plans,
     load: Callable[[Plans], RayCarrier],
     supervision: Supervision,
+    pilot: Pilot | None = None,
 ) -> tuple[Plans, RayCarrier, list[LaneLoss]]:
     """Load the workers; where lanes are lost meanwhile, start them again, and load once more.
+
+    Where a plan of the pilot needs more memory than there is, another one is loaded.
 
     Raises:
         RunFailed: a lane is lost again and again, or something else went wrong.
@@ -178,6 +182,7 @@ def _loaded(
     while True:
         try:
             carrier = load(plans)
+            plans = plans.sized(carrier.state_bytes, methods.graphs)
         except RunFailed as error:
             if not pool.lost or not supervision.heals:
                 explain(error, pool)
@@ -187,6 +192,13 @@ def _loaded(
             supervision.bring_back(())
             if (remade := supervision.remade(plans.everything)) is not None:
                 plans = methods.planned(remade)
+        except Exception as error:
+            wants_less = isinstance(error, PlanError) or is_exhaustion(error)
+            if pilot is None or pool.spoiled or not wants_less:
+                raise
+            if (other := pilot.begin_instead(str(error).splitlines()[0])) is None:
+                raise
+            plans = methods.planned(other)
         else:
             lost = [(lane, why, at) for (lane, at), why in heard.items()]
             return plans, carrier, supervision.losses(lost, plans.by_method[STEP], 0)

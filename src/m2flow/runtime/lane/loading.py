@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -12,6 +13,7 @@ from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
 from m2flow.runtime.lane.context import LaneContext
 from m2flow.runtime.lane.exchange import Exchange, ItemsKey
+from m2flow.runtime.lane.exhausted import name_residents
 from m2flow.runtime.lane.host import LaneHost
 from m2flow.runtime.lane.orders import REUSED_BYTES, STATES, Load, Placed, Save
 from m2flow.runtime.transport.frame import aligned
@@ -64,21 +66,31 @@ class Loader:
         elif self.limited:
             host.away = set(workers)
         self._exchange.serve(host.store)
-        for name, placed in order.placed.items():
-            if name not in workers:
-                self._begin(order.number, name)
-                workers[name] = self._loaded(placed, order, host)
-                state_bytes[name] = workers[name].state_bytes()
-                if self.limited:
-                    workers[name].offload()
-                    host.away.add(name)
+        kept = frozenset(workers)
+        try:
+            for name, placed in order.placed.items():
+                if name not in kept:
+                    self._begin(order.number, name)
+                    workers[name] = self._loaded(name, placed, order, host)
+                    state_bytes[name] = workers[name].state_bytes()
+                    if self.limited:
+                        workers[name].offload()
+                        host.away.add(name)
+        except BaseException:
+            with suppress(Exception):  # what counts is why they were not loaded
+                close_workers(host, kept)
+            raise
         host.versions = dict.fromkeys(workers, order.version)
         return host
 
-    def _loaded(self, placed: Placed, order: Load, host: LaneHost) -> Worker:
+    def _loaded(self, name: str, placed: Placed, order: Load, host: LaneHost) -> Worker:
         worker: Worker = pickle.loads(placed.worker)
         place = self._context.place(placed, order.version)
-        worker.load(replace(place, memory_bytes=order.memory_bytes))
+        try:
+            worker.load(replace(place, memory_bytes=order.memory_bytes))
+        except BaseException as error:
+            name_residents(error, place.lane, f"{name}.load", host.workers, host.away)
+            raise
         if (state := placed.state) is not None:
             if state.lane == self._context.lane:
                 saved = host.store.gather("", STATES, [(state.producer, (0,))])
