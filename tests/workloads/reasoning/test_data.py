@@ -55,6 +55,13 @@ def test_column_aliases(tmp_path: Path, column: str, answer: str) -> None:
     assert problem.metadata == {"id": 1, "line": 1}, "a reward may ask for any column"
 
 
+def test_a_column_that_is_called_line_is_what_the_row_says(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD, '{"question": "3+4?", "answer": "7", "line": "Jubilee"}')
+    first, second = read_problems(path)
+    assert (first.metadata["line"], first.line) == (1, 1)
+    assert (second.metadata["line"], second.line) == ("Jubilee", 2)
+
+
 def test_gold_is_what_stands_after_the_marker(tmp_path: Path) -> None:
     [problem] = read_problems(write(tmp_path, GOOD))
     assert problem.answer == "5"

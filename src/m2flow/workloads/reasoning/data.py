@@ -13,6 +13,7 @@ import logging
 import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -97,8 +98,8 @@ def read_problems(
             num_bad += 1
             first_bad = first_bad or f"line {line}: {reason}"
             continue
-        problem.metadata["line"] = line
-        problems.append(problem)
+        problem.metadata.setdefault("line", line)
+        problems.append(replace(problem, line=line))
     if num_bad:
         _log.warning("%s: left out %d unusable rows (first: %s)", path, num_bad, first_bad)
     if not problems:

@@ -223,7 +223,7 @@ def token_rows(
     """Token ids of each prompt; arguments and errors are those of `encode`."""
     rows = prompt_rows(tokenizer, problems, chat, names.data)
     too_long = [
-        (problem.metadata.get("line", 0), len(ids))
+        (problem.line, len(ids))
         for problem, ids in zip(problems, rows, strict=True)
         if context is not None and len(ids) + max_new_tokens > context
     ]

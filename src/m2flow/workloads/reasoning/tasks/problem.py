@@ -23,12 +23,14 @@ class Problem:
         metadata: further fields of the row that a reward is given: where it came from, what it is.
         before: turns of a conversation before the prompt, each with `role` and `content`; they need
             a chat template.
+        line: of the file that it was read from, which messages name; 0 if it was read from none.
     """
 
     prompt: str
     answer: str
     metadata: dict[str, Any] = field(default_factory=dict)
     before: Sequence[Mapping[str, str]] = ()
+    line: int = field(default=0, compare=False)
 
 
 @runtime_checkable
