@@ -149,7 +149,7 @@ def test_a_plan_that_cannot_run_is_ruled_out_and_the_step_taken_under_another() 
 
 
 def test_where_all_of_a_race_cannot_run_others_are_tried() -> None:
-    """While they race, all plans but one turn out to fail."""
+    """While they race, all of them turn out to fail."""
     pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS)
     run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS)
     while pilot.race is None:

@@ -236,8 +236,6 @@ class Pilot:
             has failed that may be tried.
         """
         self._rule_out(self.plan, reason)
-        # Steps of it may have ended before, where others were in flight.
-        self._tried = [one for one in self._tried if not self._has_failed(one[0])]
         return self.another(run)
 
     def another(self, run: Movers | None = None) -> Plan | None:
@@ -294,6 +292,8 @@ class Pilot:
         """Note that a plan has failed; a race, over or not, goes on among those that are left."""
         predicted = plan.predicted_seconds or math.inf
         self._failed.append(Entrant(plan.mode, plan, predicted, verdict=reason))
+        # Steps of it may have ended before: others were in flight, or it cannot be loaded again.
+        self._tried = [one for one in self._tried if not self._has_failed(one[0])]
         race, self.watch = self.race, None
         if race is None:
             return

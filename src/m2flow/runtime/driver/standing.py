@@ -242,7 +242,6 @@ class FlowOnLanes:
             if self._pool.lost or self._pool.spoiled:
                 raise
             refused = error
-        if refused is not None:
             self._bring_up(self._plans, kept)
         moving.drop_states(self._pool)
         self._publish_to(moved, self._runners[STEP].next_step)
