@@ -39,6 +39,17 @@ def test_a_run_keeps_why_its_plan_was_chosen(tmp_path: Path) -> None:
     assert read_profile(directory.profile) == profile()
 
 
+def test_a_store_that_cannot_be_written_costs_no_run(
+    tiny: Path, m2flow: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("file").touch()
+    monkeypatch.setenv("M2FLOW_CACHE", str(Path("file/cache").absolute()))
+    tiny.write_text(tiny.read_text().replace("mode: eager\n", "").replace("cpu:1", "cpu:2"))
+    done = m2flow("train", tiny, "steps=6", "evaluation.problems=0", "--run-dir", "run")
+    assert done.code == 0, done.err
+    assert done.out.count("what the run learns is not stored for later runs: ") == 1
+
+
 def rows(run: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
 

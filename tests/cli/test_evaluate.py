@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from m2flow.rewards import addition
 from m2flow.workloads.reasoning.evaluation import pass_at_k
 
 M2flow = Callable[..., Any]
@@ -104,6 +105,24 @@ def test_several_greedy_answers_are_one(run: Path, problems: Path, m2flow: M2flo
     figures = evaluated(m2flow, run / "warmup", problems, *words)
     assert figures["pass@3"] == figures["accuracy"]
     assert figures["accuracy"] == evaluated(m2flow, run / "warmup", problems)["accuracy"]
+
+
+def test_what_a_reward_prints_is_not_among_the_figures(
+    run: Path, problems: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = addition.addition_reward
+
+    def score(*arguments: Any) -> float:
+        print("scoring")
+        return right(*arguments)
+
+    monkeypatch.setattr(addition, "addition_reward", score)
+    words = ["--data", problems, *LANES, *SHORT, "--reward", "addition"]
+    for form in ("--json", "--markdown"):
+        outcome = m2flow("eval", run / "warmup", *words, form)
+        assert outcome.code == 0, outcome.err
+        assert "scoring" not in outcome.out
+        assert "scoring" in outcome.err
 
 
 def test_only_the_first(run: Path, problems: Path, m2flow: M2flow) -> None:

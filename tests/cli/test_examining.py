@@ -54,6 +54,18 @@ def test_a_table_has_a_row_for_each_data_set_and_their_mean() -> None:
     assert len(markdown_table(FOUND[:1])) == 3, "one data set has no mean"
 
 
+def test_figures_that_a_data_set_lacks_are_empty_cells() -> None:
+    one = {"about": "a", "success": 0.5, "success/a/x": 0.25}
+    two = {"about": "b", "success": 0.7, "success/b/y": 0.75}
+    assert markdown_table([one, two]) == [
+        "| data | success | success/a/x | success/b/y |",
+        "| --- | ---: | ---: | ---: |",
+        "| a | 50.00 | 25.00 |  |",
+        "| b | 70.00 |  | 75.00 |",
+        "| mean | 60.00 |  |  |",
+    ]
+
+
 def test_a_policy_has_no_file() -> None:
     success = {"about": "20 episodes", "success": 0.5, "success_low": 0.3, "success_high": 0.7}
     assert markdown_table([success])[2] == "| 20 episodes | 50.00 ± 20.00 |"

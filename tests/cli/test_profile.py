@@ -29,6 +29,20 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def test_a_profile_that_cannot_be_stored_is_written_all_the_same(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, out = tmp_path / "tiny.yaml", tmp_path / "profile.json"
+    recipe.write_text(TINY)
+    (store / "models").mkdir(parents=True)
+    (store / "profiles").touch()
+    with local_cluster(2):
+        done = run_command("profile", recipe, "--budget", 2, "--out", out)
+    assert done.code == 0, done.err
+    assert "measured, not stored: " in done.out
+    assert read_profile(out).stages
+
+
 def test_a_recipe_is_measured_once(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from m2flow.errors import UserError
 from m2flow.flow import Batch
-from m2flow.observe.run_directory import RunDirectory, held, merge_steps
+from m2flow.observe.run_directory import RunDirectory, held, merge_steps, read_document
 from m2flow.runtime.driver.run import Run
 from m2flow.workloads.common.run import Training
 
@@ -441,6 +441,37 @@ def test_the_whole_checkpoint_that_was_named_is_resumed_from(
     latest.symlink_to("step_000002")
     assert m2flow("train", "tiny.yaml", *STEPS, "--run-dir", run, "--resume").code == 0
     same_weights(run, straight)
+
+
+def test_what_an_earlier_end_has_left_is_not_that_of_a_run_that_went_on(
+    run: Path, m2flow: M2flow
+) -> None:
+    """Nor is a run begun when it went on, nor an alarm told twice."""
+    directory = RunDirectory(run)
+    directory.failure.write_text("a traceback\n")
+    directory.write_run(started=1.0, alarms=[{"step": 1, "alarm": "all is well"}])
+    before = read_document(directory.run)
+    assert m2flow("train", "tiny.yaml", *STEPS, "--run-dir", run, "--resume").code == 0
+    assert not directory.failure.exists()
+    after = read_document(directory.run)
+    assert before is not None
+    assert after is not None
+    assert after["started"] == 1.0
+    told = [one["alarm"] for one in after["alarms"]]
+    assert told[0] == "all is well"
+    assert len(set(told)) == len(told)
+
+
+def test_a_dry_run_says_whether_a_run_may_go_on(
+    run: Path, m2flow: M2flow, refused: Refused
+) -> None:
+    words = ["train", "tiny.yaml", *STEPS, "--dry-run"]
+    assert "holds a run already" in refused(*words, "--run-dir", run)
+    assert "which run should be resumed?" in refused(*words, "--resume")
+    assert "differs from the run" in refused(*words, "--run-dir", run, "--resume", "seed=7")
+    assert m2flow(*words, "--run-dir", run, "--resume").code == 0
+    assert m2flow(*words, "--run-dir", "fresh").code == 0
+    assert not Path("fresh").exists()
 
 
 def test_no_whole_checkpoint_is_left(run: Path, refused: Refused) -> None:

@@ -81,6 +81,8 @@ def test_one_way_to_tell(tiny: Path, refused: Callable[..., str]) -> None:
         told = refused("train", tiny, *words, "--plan", "plan.json")
         assert "mode: --plan plan.json says how to run already (got 'hybrid')" in told
     assert refused("doctor", "run", "--links").startswith("--links: is of this machine")
+    told = refused("eval", "model", "--data", "x.jsonl", "--json", "--markdown")
+    assert "is another form than --json" in told
     for word in ("--quiet", "--json"):
         assert f"{word}: changes nothing of --dry-run" in refused("train", tiny, "--dry-run", word)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,13 @@ def test_each_way_to_end(tmp_path: Path) -> None:
         assert any(line.startswith("steps: 4 of 9") for line in ending.lines)
         goes_on = f"to go on: m2flow train {run.config} --run-dir {run.path} --resume"
         assert (goes_on in ending.lines) == (state not in ("finished", "running"))
+
+
+def test_what_is_to_be_pasted_is_quoted(tmp_path: Path) -> None:
+    run = run_at(tmp_path / "my runs")
+    (told,) = (line for line in ending_of(run.path).lines if line.startswith("to go on: "))
+    *_, config, _, path, _ = shlex.split(told)
+    assert (config, path) == (str(run.config), str(run.path))
 
 
 def test_another_process_of_the_same_number_is_not_the_run(tmp_path: Path) -> None:

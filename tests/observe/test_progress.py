@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from m2flow.observe.progress import TrainProgress, figures, summary
+from m2flow.observe.progress import JsonLines, Progress, TrainProgress, figures, summary
 
 
 class Clock:
@@ -55,6 +59,48 @@ def test_plain_lines_come_at_a_bounded_rate_but_the_last_is_never_missed() -> No
     assert lines[2] == "training         21/80   0:06 left  reward 0.21"
     progress.close()
     assert log.getvalue().splitlines() == lines
+
+
+class Unread(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("shown", [TrainProgress, JsonLines])
+def test_a_run_goes_on_when_its_reader_has_gone(
+    shown: Callable[[], Progress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", Unread())
+    with shown() as progress:
+        progress.start("a run")
+        progress.phase("training", 2)
+        for step in (1, 2):
+            progress.update(step, {"reward/mean": 0.5})
+            progress.note("a line")
+
+
+def test_a_run_whose_output_is_cut_short_is_whole(tmp_path: Path) -> None:
+    """As `m2flow train ... | head -1` cuts it."""
+    program = tmp_path / "run.py"
+    program.write_text(
+        "import pathlib, sys, time\n"
+        "from m2flow.observe.progress import JsonLines, TrainProgress\n"
+        "for shown in (TrainProgress, JsonLines):\n"
+        "    with shown() as progress:\n"
+        "        progress.phase('training', 200)\n"
+        "        for number in range(200):\n"
+        "            progress.note('a line that takes some room ' * 20)\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+    )
+    done = tmp_path / "done"
+    command = f"{sys.executable} {program} {done} | head -1"
+    ran = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], check=False, capture_output=True
+    )
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert done.exists()
 
 
 def test_evaluations_and_ends_of_phases_are_always_told() -> None:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2flow.engine import Engine
+from m2flow.engine.messages import InstallWeights
 from m2flow.engine.plan import LaneSpec, StagePlan
 from m2flow.errors import RunFailed
 from m2flow.flow import SOURCE
@@ -202,6 +203,36 @@ def test_a_lane_is_lost_while_a_run_goes_over_to_another_plan(
         given += [result.step for result in run.steps(batches[2:])]
     assert given == [0, 1, 2, 3]
     assert {loss.lane for loss in run.losses} == lost
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_lane_is_lost_while_weights_go_to_workers_that_were_moved(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lane comes back alone and gets its weights; who was to get them after it never did."""
+    real = moving.carry_out_now
+    cut = {"a.score": StagePlan(chunk=1)}  # so that both lanes have calls
+    before = plan_of({"a": [0], "b": [2]}, stages=cut)
+    after = plan_of({"a": [0, 1], "b": [2]}, stages=cut)
+    world = CrashSchedule(replace(CASE, plan=after), Faults(), seed).world
+    batches = [world.batch(SOURCE, step, range(4)) for step in range(4)]
+
+    def lose(carrier: Any, command: Any, seconds: float) -> None:
+        if isinstance(command, InstallWeights):
+            monkeypatch.setattr(moving, "carry_out_now", real)
+            world.lanes[0].die("killed")
+        real(carrier, command, seconds)
+
+    with virtual_time(world):
+        lanes = tuple(map(LaneSpec, (0, 1, 2)))
+        workers = {"a": Stateless(), "b": Stateful()}
+        run = launched(world, lanes, before, workers, 0, 8, None)
+        given = [result.step for result in run.steps(batches[:2])]
+        monkeypatch.setattr(moving, "carry_out_now", lose)
+        run._lasting(lambda: run.replan(after))
+        given += [result.step for result in run.steps(batches[2:])]
+    assert given == [0, 1, 2, 3]
+    assert [loss.lane for loss in run.losses] == [0]
 
 
 REPLICAS = Case(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.flow import Batch, Flow, Stream, Worker, stage
 from m2flow.plan.choose.judge import shape
 from m2flow.plan.profile import Piecewise, Profile, StageCost, StageProfile
+from m2flow.plan.race import Entrant, Race
 from m2flow.runtime.driver.pilot import Pilot
-from tests.runtime.virtual_run import VirtualRun
+from tests.runtime.virtual_run import VirtualRun, result_of
 
 ITEMS, STEPS = 16, 40
 LANES = (LaneSpec(0, cores=(0,)), LaneSpec(1, cores=(1,)))
@@ -243,3 +246,40 @@ def test_the_only_plan_that_was_tried_may_fail_while_a_step_is_in_flight() -> No
         pilot.gone_over(pilot.next_plan(run), (), 0.0)
     run.steps(pilot, STEPS)
     assert all(shape(plan) != shape(first) for plan in run.plans[2:])
+
+
+def test_steps_in_flight_when_the_turn_of_their_plan_ends_are_not_the_next_ones() -> None:
+    """Nor do steps count with which the pipeline is filled, again after each pause."""
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS, max_staleness=1)
+    first, other = replace(pilot.plan, max_staleness=1), replace(pilot.plan, order=("joined",))
+    pilot.race = Race([Entrant("first", first, 1.0), Entrant("other", other, 1.0)], 8)
+    pilot.gone_over(first, (), 0.0)
+    pilot.note(result_of(0, [], 0.0, 5.0), first)  # it fills the pipeline
+    pilot.begins_with_none_in_flight()
+    for step, seconds in enumerate((4.0, 1.0, 2.0), start=1):  # the last was in flight
+        pilot.note(result_of(step, [], 0.0, seconds), first)
+    assert [one.measured for one in pilot.race.entrants] == [[1.0], []]
+
+
+def test_first_calls_that_are_the_only_ones_of_their_step_are_no_price() -> None:
+    """Each lane has one call of each stage in a collocated step, and compiles in the first."""
+    kept: list[Profile] = []
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS, keep=kept.append)
+    run = VirtualRun(GRAPH, takes(2.0, 0.125), ITEMS)
+    run.steps(pilot, 1)
+    run.truth = SLOW_SERVICE
+    run.steps(pilot, STEPS)
+    assert kept[0].stage("asker.ask").costs[0].seconds.at(8) == pytest.approx(0.2, rel=0.05)
+    assert apart(pilot.plan)
+
+
+def test_a_stage_that_no_item_has_reached_yet_is_waited_for() -> None:
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS)
+    run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS)
+    run.unseen = frozenset({"counter.count"})
+    run.steps(pilot, 5)
+    assert pilot.race is None
+    assert {plan.mode for plan in run.plans} == {"collocated"}
+    run.unseen = frozenset()
+    run.steps(pilot, STEPS)
+    assert apart(pilot.plan)

@@ -27,6 +27,7 @@ class VirtualRun:
         fails: names a plan that cannot run, and why.
         loads: whether the workers of a plan can be brought up where they stand under it.
         fixed: workers that cannot move.
+        unseen: stages that no item reaches.
     """
 
     graph: FlowGraph
@@ -36,6 +37,7 @@ class VirtualRun:
     fails: Callable[[Plan], str | None] = lambda plan: None
     loads: Callable[[Plan], bool] = lambda plan: True
     fixed: tuple[str, ...] = ()
+    unseen: frozenset[str] = frozenset()
     now: float = 0.0
     seconds: list[float] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
@@ -83,7 +85,9 @@ class VirtualRun:
         timing = ProfileTiming(self.graph, plan, self.truth, seed=number)
         played = Simulation(self.graph, plan, timing, detailed=True).run(self.num_items, 1)
         spans = [
-            replace(one, start=one.start + self.now, end=one.end + self.now) for one in played.spans
+            replace(one, start=one.start + self.now, end=one.end + self.now)
+            for one in played.spans
+            if one.name not in self.unseen
         ]
         seconds, started = played.step_ends[0], self.now
         self.now += seconds

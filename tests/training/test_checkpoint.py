@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +185,20 @@ def test_writer_killed_while_it_replaces_an_abandoned_future(
         assert value_at(found) == (1.0 if found.name == "step_000001" else 2.0)
         moment += 1
     assert resume_point(root) == root / "step_000002"
+
+
+def test_a_copy_that_has_followed_the_link_goes_on(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    (tmp_path / "latest").unlink()
+    shutil.copytree(tmp_path / "step_000001", tmp_path / "latest")
+    assert checkpoint.resume_point(tmp_path) == tmp_path / "step_000001"
+    put(tmp_path, 2)
+    assert (tmp_path / "latest").readlink() == Path("step_000002")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step_000001",
+        "step_000002",
+    ]
 
 
 def test_step_that_latest_names_already_stays(tmp_path: Path) -> None:

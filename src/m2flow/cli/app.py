@@ -97,6 +97,7 @@ def train(
     from m2flow.observe.progress import AVERAGED, JsonLines, Quiet, summary
     from m2flow.observe.run_directory import ends, first_and_last, read_metrics
     from m2flow.workloads import common
+    from m2flow.workloads.common.resume import check_directory
     from m2flow.workloads.common.start import describe
 
     words = with_mode(overrides, mode, plan)
@@ -104,7 +105,10 @@ def train(
         key = "--json" if json else "--quiet"
         raise UserError("changes nothing of --dry-run", key=key, hint="give one of the two")
     if dry_run:
-        print("\n".join(describe(common.read_recipe(recipe, words), plan)))
+        read = common.read_recipe(recipe, words)
+        if resume or run_dir is not None:
+            check_directory(read, run_dir, resume)
+        print("\n".join(describe(read, plan)))
         return
     if quiet and json:
         raise UserError("--json says it all", key="--quiet", hint="give one of the two")
@@ -372,6 +376,8 @@ def evaluate(
     if engine not in ENGINES:
         expected = " or ".join(ENGINES)
         raise UserError("is unknown", key="--engine", value=engine, expected=expected)
+    if json and markdown:
+        raise UserError("is another form than --json", key="--markdown", hint="give one of the two")
     if stop and not all(stop):
         raise UserError("is empty", key="--stop", expected="a string that ends an answer")
     files: Sequence[Path | None] = data or (None,)
@@ -404,10 +410,12 @@ def evaluate(
         lanes=parse_lanes(lanes),
         skip_bad_rows=on_bad_row == "skip",
     )
-    found = [
-        examiner.examine(replace(asked, data=file))
-        for examiner, file in zip(examiners, files, strict=True)
-    ]
+    # What a reward or a library prints must not stand in what a program reads.
+    with redirect_stdout(sys.stderr) if json or markdown else nullcontext():
+        found = [
+            examiner.examine(replace(asked, data=file))
+            for examiner, file in zip(examiners, files, strict=True)
+        ]
     if json:
         print(to_json(found if len(found) > 1 else found[0]))
     elif markdown:

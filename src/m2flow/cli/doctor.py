@@ -21,6 +21,7 @@ import tempfile
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -104,7 +105,10 @@ def run_links(*, as_json: bool = False) -> int:
         lanes = [LaneSpec(0), LaneSpec(1)]
     machines = sum(node["Alive"] for node in ray.nodes())
     lanes += [LaneSpec(len(lanes) + node, node=node) for node in range(1, machines)]
-    with LanePool(lanes, cluster=cluster) as pool:
+    with (
+        redirect_stdout(sys.stderr) if as_json else nullcontext(),  # Ray prints what lanes print
+        LanePool(lanes, cluster=cluster) as pool,
+    ):
         table = pool.measure_links()
     if as_json:
         print(to_json(table))

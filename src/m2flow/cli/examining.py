@@ -48,12 +48,20 @@ def figure_lines(figures: Figures) -> list[str]:
 
 
 def markdown_table(found: Sequence[Figures]) -> list[str]:
-    """A row for each data set and one for their mean, in per cent, as papers print them."""
-    names = [name for name in found[0] if name.startswith(SHARES) and not _is_bound(name)]
+    """A row for each data set and one for their mean, in per cent, as papers print them.
+
+    A cell is empty where a data set has no such figure; so is the mean then.
+    """
+    every = dict.fromkeys(name for one in found for name in one)
+    names = [name for name in every if name.startswith(SHARES) and not _is_bound(name)]
     rows = [[_called(one), *(_cell(one, name) for name in names)] for one in found]
     if len(found) > 1:
-        means = [sum(one[name] for one in found) / len(found) for name in names]
-        rows.append(["mean", *(f"{100 * mean:.2f}" for mean in means)])
+        means = {
+            name: sum(one[name] for one in found) / len(found)
+            for name in names
+            if all(name in one for one in found)
+        }
+        rows.append(["mean", *(_cell(means, name) for name in names)])
     header = ["data", *names]
     return [_row(header), _row(["---", *["---:"] * len(names)]), *map(_row, rows)]
 
@@ -68,7 +76,9 @@ def _called(figures: Figures) -> str:
 
 
 def _cell(figures: Figures, name: str) -> str:
-    """A share with half the width of its interval, where it has one."""
+    """A share with half the width of its interval, where it has one; empty without a share."""
+    if name not in figures:
+        return ""
     value = f"{100 * figures[name]:.2f}"
     low, high = figures.get(f"{name}_low"), figures.get(f"{name}_high")
     return value if low is None or high is None else f"{value} ± {50 * (high - low):.2f}"

@@ -7,6 +7,7 @@ was killed could leave no word; its process, which `run.json` names, tells it fr
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import socket
 import time
@@ -101,7 +102,8 @@ def ending_of(run_dir: Path | str) -> Ending:
         hints = (hint for pattern, hint in REMEDIES if re.search(pattern, happened))
         lines += [f"first: {hint}" for hint in islice(hints, 1)]
         directory = record.directory
-        again = f"m2flow train {directory.config} --run-dir {directory.path} --resume"
+        config, path = shlex.quote(str(directory.config)), shlex.quote(str(directory.path))
+        again = f"m2flow train {config} --run-dir {path} --resume"
         if not directory.config.is_file():
             again = "start a new run: no config.yaml says how this one began"
         lines.append(f"to go on: {again}")

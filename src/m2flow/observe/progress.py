@@ -3,16 +3,19 @@
 Promises: something appears at once; on a terminal one line is redrawn per phase, in a log one line
 is written at most every `SECONDS_BETWEEN_LINES`, flushed, besides the first and last line of a
 phase and every evaluation. JSON is for programs: one object a line, and nothing else on that
-stream. Takes metrics by their keys in `metrics.jsonl`; knows no workload.
+stream. Where whoever reads has gone (`| head`), the run goes on unseen. Takes metrics by their keys
+in `metrics.jsonl`; knows no workload.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Self, TextIO, TypeAlias
+from typing import IO, Self, TextIO, TypeAlias
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -33,6 +36,20 @@ Figures: TypeAlias = Mapping[str, float]
 
 SECONDS_BETWEEN_LINES = 2.0
 """The least time between two plain lines of one phase."""
+
+
+def _let_go_of(stream: TextIO | IO[str]) -> None:
+    """Have what is still written to a stream go nowhere, since nobody reads it any more."""
+    with suppress(OSError, ValueError), Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+class _Terminal(Console):
+    """A console whose run goes on when whoever reads it has gone."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        _let_go_of(self.file)
 
 
 class _Bars(RedrawnProgress):
@@ -126,8 +143,11 @@ class JsonLines(Progress):
             self._write("end", outcome=outcome, error=f"{type(error).__name__}: {error}")
 
     def _write(self, event: str, **content: object) -> None:
-        self._stream.write(encode({"event": event, **content}).decode() + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(encode({"event": event, **content}).decode() + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            _let_go_of(self._stream)
 
 
 class TrainProgress(Progress):
@@ -150,7 +170,7 @@ class TrainProgress(Progress):
         self._last_line = float("-inf")
         self._unsaid = False
         self._metrics: dict[str, float] = {}
-        self._console = console or Console(file=sys.stdout, highlight=False)
+        self._console = console or _Terminal(file=sys.stdout, highlight=False)
         self._live = self._console.is_terminal if live is None else live
         self._bars = _Bars(
             TextColumn("{task.description:<10}"),

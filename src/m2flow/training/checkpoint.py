@@ -217,9 +217,11 @@ def _write_manifest(folder: Path, step: int) -> None:
 
 
 def _move_latest(root: Path, final: Path) -> None:
-    link = root / f".{LATEST}.partial"
+    link, latest = root / f".{LATEST}.partial", root / LATEST
     link.symlink_to(final.name)
-    os.replace(link, root / LATEST)
+    if latest.is_dir() and not latest.is_symlink():  # a copy of the run that has followed the link
+        _discard(latest)
+    os.replace(link, latest)
     _sync(root)
 
 

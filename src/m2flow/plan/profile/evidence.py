@@ -24,6 +24,13 @@ NEWEST, OF_ONE_SIZE = 256, 48
 SAME_MOMENT = 2e-3
 """Seconds between the end of a transfer and the start of the call that it was for, at most."""
 
+COLD = "cold "
+CALLS = ("call", "fed", COLD + "call", COLD + "fed")
+"""Names of what was measured of calls, the best of them first; see `Evidence.samples`."""
+
+HARDLY = 1.1
+"""What took at most so many times the longest warm call of its size was no cold one."""
+
 Where: TypeAlias = tuple[str, str, int, str]
 """A stage or worker, the name of its layout, lanes of a replica, kind of lane."""
 
@@ -67,8 +74,9 @@ class Evidence:
     Attributes:
         samples: by what was measured, stage or worker with its layout, and size. What was measured
             is a "call"; one that was "fed" items while it ran; a "finish", by number of replicas;
-            bytes on a lane that a call was "working" with beside the state (a `finish` counts as
-            a call of 0 items); an "onload" or an "offload", of size 0.
+            each of these as "cold call" and so on where no other was seen in steps that were to
+            warm the lanes up; bytes on a lane that a call was "working" with beside the state (a
+            `finish` counts as a call of 0 items); an "onload" or an "offload", of size 0.
         states: bytes on a lane by worker and layout.
         publishes: seconds by what is priced, as a `PublishCost` without a price.
         transfers: (parts, bytes, seconds) of what was fetched from lanes of one machine for a call;
@@ -110,7 +118,7 @@ class Evidence:
             plan: with the sizes of the workers' states, where they are known.
             steps: one after the other.
             warm: whether steps before these have warmed the lanes up. If not, the first call of
-                each stage on each lane does not count.
+                each stage on each lane is a cold one.
             moves: (worker, "onload" or "offload", seconds) of moves that were made beside them.
             gauged: spans of a step that say what calls took of memory; their seconds do not count.
         """
@@ -118,14 +126,17 @@ class Evidence:
         spans = [span for step in steps for span in step.spans]
         counted = spans if warm else list(_without_first(spans))
         known = {(span.name, span.kind) for span in counted}
-        counted = [*counted, *(one for one in spans if (one.name, one.kind) not in known)]
-        for some in _together(counted, "call", "call"):
-            self._add_call(some, placed)
-        for some in _together(counted, "finish", "step", "minibatch"):
-            worker = self._nodes[some[0].name].worker
-            where = placed.of(worker, some[0].lane, some[0].name)
-            seconds = max(span.seconds for span in some)
-            self._keep("finish", where, Sample(len(plan.placements[worker].replicas), seconds))
+        cold = [one for one in spans if (one.name, one.kind) not in known]
+        for how, alike in (("", counted), (COLD, cold)):
+            for some in _together(alike, "call", "call"):
+                self._add_call(some, placed, how)
+            for some in _together(alike, "finish", "step", "minibatch"):
+                worker = self._nodes[some[0].name].worker
+                where = placed.of(worker, some[0].lane, some[0].name)
+                seconds = max(span.seconds for span in some)
+                replicas = len(plan.placements[worker].replicas)
+                self._keep(how + "finish", where, Sample(replicas, seconds))
+        counted = [*counted, *cold]
         self._add_publishes([span for span in counted if span.kind == "publish"], placed)
         self._add_memory(gauged, placed)
         self._add_items(spans)
@@ -150,21 +161,35 @@ class Evidence:
         return [sample for some in kept for sample in some]
 
     def timed(self, stage: str) -> dict[Where, list[Sample]]:
-        """Return a stage's calls by layout: fed ones only where there are no others.
+        """Return a stage's calls by layout: fed ones only where there are no others, and cold ones
+        only where there are no warm ones, or where they took hardly longer than these.
 
         A fed call took at least as long as one that is given all its items at once.
         """
-        found = {where for what, where, _ in self.samples if what in ("call", "fed")}
+        found = {where for what, where, _ in self.samples if what in CALLS}
         return {
-            where: self.of("call", where) or self.of("fed", where)
+            where: self._usual("call", where)
+            or next(filter(None, (self.of(what, where) for what in CALLS)))
             for where in sorted(found)
             if where[0] == stage
         }
 
+    def finishes(self, where: Where) -> list[Sample]:
+        """Return what the `finish` of a stage took in a layout; cold ones as for `timed`."""
+        return self._usual("finish", where) or self.of(COLD + "finish", where)
+
+    def _usual(self, what: str, where: Where) -> list[Sample]:
+        """Return what was measured warm, and what was measured cold and took hardly longer."""
+        warm, longest = self.of(what, where), dict[float, float]()
+        for one in warm:
+            longest[one.size] = max(one.seconds, longest.get(one.size, 0.0))
+        cold = self.of(COLD + what, where)
+        return [*warm, *(x for x in cold if x.seconds <= HARDLY * longest.get(x.size, 0.0))]
+
     def _keep(self, what: str, where: Where, sample: Sample) -> None:
         self.samples[what, where, sample.size].append(sample)
 
-    def _add_call(self, spans: Sequence[Span], placed: _PlanLayouts) -> None:
+    def _add_call(self, spans: Sequence[Span], placed: _PlanLayouts, how: str) -> None:
         node = self._nodes.get(spans[0].name)
         if node is None:
             return
@@ -178,16 +203,16 @@ class Evidence:
             share = 1.0 - _number(longest, "busy") / longest.seconds
             self.elsewhere[where].append(max(share, 0.0))
         if not node.streaming:
-            self._keep("call", where, call)
+            self._keep(how + "call", where, call)
         elif len(_listed(longest, "taken")) > 1:
-            self._keep("fed", where, call)
+            self._keep(how + "fed", where, call)
         else:
             pieces = tuple(
                 (float(when), ids_of(str(ids)), tuple(map(float, lengths)))
                 for when, ids, lengths in _listed(longest, "pieces")
             )
             if not pieces or sum(len(ids) for _, ids, _ in pieces) == items * node.expands:
-                self._keep("call", where, replace(call, pieces=pieces))
+                self._keep(how + "call", where, replace(call, pieces=pieces))
 
     def _add_publishes(self, spans: Sequence[Span], placed: _PlanLayouts) -> None:
         """Add a whole transfer: the longest export and, after it, the longest install."""

@@ -147,7 +147,7 @@ def _cost(
     gauged = [(one.size, one.seconds) for one in evidence.of("working", where)]
     ended = max((most for size, most in gauged if not size), default=0.0)
     working = [(size, max(most, ended)) for size, most in gauged if size]
-    finishes = points(evidence.of("finish", where))
+    finishes = points(evidence.finishes(where))
     shares = evidence.elsewhere.get(where)
     cost = StageCost(
         lanes,

@@ -158,7 +158,8 @@ class Pilot:
         if self.race is None:
             self._note_trial(result.seconds)
         if self.race is not None and not self.race.over:
-            self.race.note(result.seconds)
+            if self.race.current.plan is self.plan:  # or the step was in flight when its turn ended
+                self.race.note(result.seconds)
         elif self.watch is not None:
             self.watch.note(result.seconds)
 
@@ -169,7 +170,19 @@ class Pilot:
             return self.race.over or self.race.current.plan is not self.plan
         if self.watch is not None:
             return self.watch.drift() is not None
-        return bool(self._tried) and self._tried[-1][0] is self.plan
+        return bool(self._tried) and self._tried[-1][0] is self.plan and self._knows_all_stages
+
+    @property
+    def _knows_all_stages(self) -> bool:
+        """Whether each stage has run or has a price: items may have left a loop before a member."""
+        priced = {} if self.profile is None else self.profile.stages
+        return all(
+            node.name in priced or self._evidence.timed(node.name) for node in self._graph.nodes
+        )
+
+    def begins_with_none_in_flight(self) -> None:
+        """Note that the next steps fill the pipeline anew, so that they take longer than others."""
+        self._uncounted = max(self._uncounted, self.plan.max_staleness)
 
     def next_plan(self, run: Movers) -> Plan:
         """The plan of the next step. To be asked when `wants_to_look`."""

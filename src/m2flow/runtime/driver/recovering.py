@@ -203,9 +203,12 @@ class FlowThatRecovers(FlowOnLanes):
 
     def _comes_back(self, error: RunFailed) -> bool:
         """Whether what failed beside the steps may be done again, once the lanes that were lost are
-        back; nobody else has anything to do with it."""
+        back; nobody else has anything to do with it. Where weights were on their way to workers
+        that were moved, nobody knows which of them have come."""
         mender, pool = self._mender, self._pool
         if mender is None or pool is None or not pool.lost or cannot_heal(error):
+            return False
+        if not self._published:
             return False
         self._active.advance()
         return mender.busy and mender.has_all(pool.lost) and not self._active.engine.failed

@@ -53,6 +53,8 @@ class Run(FlowThatRecovers):
         while True:
             runner, again, self._again = self._runners[STEP], self._again, []
             source = chain(again, source)
+            if self.pilot is not None:
+                self.pilot.begins_with_none_in_flight()
             try:
                 for result in self._watched(runner.run(self._until_a_pause(source))):
                     yield result
@@ -99,6 +101,7 @@ class Run(FlowThatRecovers):
     def _watched(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
         for result in results:
             disturbed = any(span.name in (LOST, BACK) for span in result.spans)
+            disturbed |= self._mender is not None and self._mender.busy  # a lane was missing
             if self.pilot is not None and not disturbed and not result.recalled:
                 self.pilot.note(result, self.plan)
             self._recovery.gave(result.step)

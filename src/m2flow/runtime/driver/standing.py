@@ -98,6 +98,7 @@ class FlowOnLanes:
     def _take_up(self, plans: Plans, carrier: Any, next_steps: Mapping[str, int]) -> None:
         self.plan, self._plans, self._carrier = plans.by_method[STEP], plans, carrier
         self._stands = True  # lanes hold the workers as `_placements` has them
+        self._published = True  # those that take weights have the present version
         self._placements = plans.everything.placements
         self._state_bytes = {w: spot.state_bytes for w, spot in self._placements.items()}
         self._residency = Residency(plans.everything)
@@ -315,9 +316,11 @@ class FlowOnLanes:
         """Bring workers that were moved to the weights on which they are to run."""
         from m2flow.runtime.driver import moving
 
+        self._published = False
         moving.publish(
             self._carrier, self.graph, self.plan, self._placements, moved, version, self._bring
         )
+        self._published = True
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from m2flow.errors import UserError, writing
+from m2flow.errors import CannotWrite, UserError, writing
 from m2flow.plan.file import read_profile, to_json
 from m2flow.plan.profile import Profile, differences
 
@@ -35,12 +35,9 @@ def cached(key: Key) -> Profile | None:
 
     A profile that another m2flow has written in another form counts as none.
     """
-    path = stored_at(key)
-    if not path.is_file():
-        return None
     try:
-        profile = read_profile(path)
-    except UserError:
+        profile = read_profile(stored_at(key))
+    except (UserError, OSError, RuntimeError):  # no file, no permission, no home
         return None
     return None if differences(key, profile.key) else profile
 
@@ -58,6 +55,15 @@ def keep(profile: Profile) -> Path:
             partial.unlink(missing_ok=True)
             raise
     return path
+
+
+def try_to_keep(profile: Profile) -> str | None:
+    """Store a profile as `keep` does, or return why it cannot be: nothing else depends on it."""
+    try:
+        keep(profile)
+    except (CannotWrite, OSError, RuntimeError) as error:
+        return str(error)
+    return None
 
 
 def given(path: Path, key: Key, *, whatever_its_key: bool = False) -> Profile:

@@ -19,7 +19,7 @@ from m2flow.plan.profile import Profile
 from m2flow.plan.race import tried
 from m2flow.runtime.driver.auto import GUESSES, Auto
 from m2flow.runtime.driver.launch import launch
-from m2flow.runtime.profiling.stored import cached, keep, stored_at
+from m2flow.runtime.profiling.stored import cached, stored_at, try_to_keep
 from m2flow.workloads.common.computed import (
     cluster_of,
     computed_profile,
@@ -84,6 +84,14 @@ def launched(
         progress.note(
             f"no profile of these lanes is stored: the run begins {GUESSES[0]}, and learns"
         )
+    refused = set[str]()
+
+    def keep(profile: Profile) -> None:
+        why = try_to_keep(replace(profile, key=key))
+        if why is not None and why not in refused:
+            refused.add(why)
+            progress.note(f"what the run learns is not stored for later runs: {why}")
+
     return start(
         mode=AUTO_MODE,
         layouts=layouts_of(recipe, flow, free),
@@ -92,7 +100,7 @@ def launched(
             max_staleness=recipe.max_staleness,
             num_steps=recipe.steps,
             deadline_seconds=recipe.deadline_seconds,
-            keep=lambda profile: keep(replace(profile, key=key)),
+            keep=keep,
         ),
     )
 

@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.errors import writing
 from m2flow.plan import isolated_workers
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.trials import trial_plans
-from m2flow.runtime.profiling import cached, keep, stored_at
+from m2flow.runtime.profiling import cached, stored_at, try_to_keep
 from m2flow.runtime.profiling.stored import cache_folder
 from m2flow.workloads.common.planning import flow_of, lanes_of
 from m2flow.workloads.common.profile_key import profile_key
@@ -55,7 +56,9 @@ def profile_of(
         ahead.may_import()
         experiment = workload.experiment(recipe)
         if experiment.makes_model:  # it is kept for the next time
-            experiment.prepare(cache_folder() / "models" / workload.model_name(recipe), progress)
+            folder = cache_folder() / "models" / workload.model_name(recipe)
+            with writing("the starting model", folder):
+                experiment.prepare(folder, progress)
         pool = ahead.pool()
         key = profile_key(recipe, [lane for lane in pool.lanes if lane.reserved_for is None])
         profile = profile_flow(
@@ -66,7 +69,9 @@ def profile_of(
             key=key,
             note=progress.note,
         )
-    return profile, f"measured, stored at {keep(profile)}"
+    refused = try_to_keep(profile)
+    kept = f"stored at {stored_at(key)}" if refused is None else f"not stored: {refused}"
+    return profile, f"measured, {kept}"
 
 
 def _with_reserved(recipe: Recipe, lanes: Sequence[LaneSpec]) -> Sequence[LaneSpec]:

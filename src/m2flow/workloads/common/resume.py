@@ -6,6 +6,7 @@ never touches another one, and a resumed run goes on as it began, from a checkpo
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -135,6 +136,6 @@ def resume_point(recipe: Recipe, run_dir: Path) -> Path | None:
             key="steps",
             value=recipe.steps,
             expected=f"more than {steps} to go on",
-            hint=f"`m2flow report {run_dir}` writes its report",
+            hint=f"`m2flow report {shlex.quote(str(run_dir))}` writes its report",
         )
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -95,7 +96,6 @@ class Training:
         self._publishing: dict[str, str] = {}
         self._changes = 0
         self._losses = self._returns = 0
-        self._kept_alarms: list[dict[str, Any]] = []  # of the run that goes on
         self._alarms: dict[str, int] = {}  # to the step that each was first told of
         self._journal: Journal | None = None
         self._stopping = stopping
@@ -152,11 +152,12 @@ class Training:
         """Say how far a stopped run has come, and which command resumes it."""
         if self._directory is None:
             return "nothing was begun"
+        path = shlex.quote(str(self._directory.path))
         if self._saved == 0:
             kept = f"ended after step {self._done}; no checkpoint was saved"
         else:
             kept = f"ended after step {self._done}; saved is step {self._saved}"
-        return f"{kept}; go on with --run-dir {self._directory.path} --resume"
+        return f"{kept}; go on with --run-dir {path} --resume"
 
     def _run(self) -> RunDirectory:
         if self.checkpoint is not None:
@@ -180,10 +181,12 @@ class Training:
             return self._directory
         recipe = self.recipe
         directory = RunDirectory.create(self.run_dir, recipe.name, resume=self.resumed)
+        before = read_document(directory.run) or {}
         if self.resumed:
             directory.cut_after(self._last_kept_step)
-            before = alarms_of(read_document(directory.run) or {})
-            self._kept_alarms = [one for one in before if one["step"] <= self._last_kept_step]
+            directory.failure.unlink(missing_ok=True)
+            told = [one for one in alarms_of(before) if one["step"] <= self._last_kept_step]
+            self._alarms = {one["alarm"]: one["step"] for one in told}
         else:
             self._held.enter_context(held(directory.path))
         directory.write_config(recipe.model_dump(mode="json"))
@@ -194,12 +197,12 @@ class Training:
             steps=recipe.steps,
             machine=describe_machine(),
             versions=package_versions(),
-            started=time.time(),
+            started=before.get("started", time.time()),
             finished=None,
             process=this_process(),
             ended=None,
             why=None,
-            alarms=self._kept_alarms,
+            alarms=self._alarms_told,
         )
         self._directory = directory
         return directory
@@ -358,8 +361,13 @@ class Training:
                 self._alarms.setdefault(alarm, step)
                 self.progress.note(f"step {step}: {alarm}")
         if len(self._alarms) > known:
-            told = [{"step": when, "alarm": what} for what, when in self._alarms.items()]
-            self._begun().write_run(alarms=(self._kept_alarms + told)[:ALARMS_KEPT])
+            self._begun().write_run(alarms=self._alarms_told)
+
+    @property
+    def _alarms_told(self) -> list[dict[str, Any]]:
+        """Return the first alarms of the run, as `run.json` has them."""
+        told = [{"step": when, "alarm": what} for what, when in self._alarms.items()]
+        return told[:ALARMS_KEPT]
 
     def _lanes_lost(self, run: Run) -> dict[str, float]:
         """Say which lanes were lost, and which are back; how often that was so far."""
