@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from m2flow.environments import make_environments, registry, rendering
-from m2flow.environments.registry import make_environment
+from m2flow.environments.hosting import hosted
+from m2flow.environments.registry import make_environment, maker
 from m2flow.environments.rendering import Backend
 from m2flow.errors import UserError
 
@@ -51,6 +53,24 @@ def test_an_environment_of_ones_own_by_its_path():
     environments = make_environments("toy_environments:Walk", 2, limit=5)
     assert environments.spec.max_episode_steps == 5
     assert environments.reset(None, [0, 1])["state"].shape == (2, 2)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_options_may_have_any_name(processes):
+    """`task` was refused for a class of one's own; `name` and `num_envs` met our own arguments."""
+    options = {"task": "tidy", "name": "mine", "num_envs": 7, "copy": 2}
+    made = maker("toy_environments:Reserved", options)()
+    assert made.info == options
+    host = hosted("toy_environments:Reserved", options, 2, processes=processes)
+    try:
+        host.reset(None, [0, 1])
+        assert host.step(torch.zeros(2, 1, 2)).reward.tolist() == [[7.0], [7.0]]
+    finally:
+        host.close()
+    with pytest.raises(UserError, match=r"environment\.task: .*needs this option"):
+        maker("toy_environments:Reserved", {"name": "mine", "num_envs": 7})
+    with pytest.raises(UserError, match=r"environment\.task: table:reach has no such option"):
+        maker("table:reach", {"task": "push"})
 
 
 def test_importing_the_package_loads_no_torch():

@@ -142,6 +142,17 @@ class Slow(Walk):
         return super().step(action)
 
 
+class Reserved(Walk):
+    """Its options have the names of arguments of `make_environments`, and of adaptors."""
+
+    def __init__(self, *args, task: str, name: str, num_envs: int, copy: int = 0) -> None:
+        super().__init__()
+        self.info = {"task": task, "name": name, "num_envs": num_envs, "copy": copy}
+
+    def step(self, action):
+        return super().step(action)._replace(reward=float(self.info["num_envs"]))
+
+
 class Unmakeable(Walk):
     """Ends its process when it is made."""
 

@@ -15,12 +15,11 @@ import os
 import pickle
 import sys
 import traceback
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from m2flow.environments.memory import ObservationMemory
-from m2flow.environments.registry import make_environment
+from m2flow.environments.registry import maker
 from m2flow.environments.slots import Slots
 from m2flow.errors import M2FlowError, RunFailed
 from m2flow.signals import end_with_pipe, leave_the_end_to_the_parent
@@ -54,7 +53,7 @@ class _Child:
     def obey(self, command: str, arguments: list[Any]) -> tuple[Any, ...]:
         if command == "make":
             name, options, count = arguments
-            self.slots = Slots(partial(make_environment, name, **options), count, self.moved_on)
+            self.slots = Slots(maker(name, options), count, self.moved_on)
             return "made", self.slots.spec
         assert self.slots is not None, "made first"
         if command == "attach":

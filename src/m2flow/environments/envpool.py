@@ -31,7 +31,7 @@ class EnvPoolEnvironment(GymnasiumEnvironment):
         options: EnvPool's settings of it, such as `max_episode_steps`.
     """
 
-    def __init__(self, task: str, **options: Any) -> None:
+    def __init__(self, task: str, /, **options: Any) -> None:
         self._wrap(f"envpool:{task}", _Episodes(task, options), 0, 0)
 
     @staticmethod

@@ -1,8 +1,11 @@
-"""`make_environments`: several environments by name, here or in processes of their own."""
+"""`make_environments`: several environments by name, here or in processes of their own.
+
+`hosted` is the same with the environment's options in a mapping: one of them may have the name of
+an argument.
+"""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from m2flow.environments import rendering
@@ -10,7 +13,7 @@ from m2flow.environments.deadlines import Deadlines
 from m2flow.environments.process import Source
 from m2flow.environments.processes import ProcessEnvironments
 from m2flow.environments.protocol import VectorEnvironment
-from m2flow.environments.registry import make_environment, maker, needs_renderer, variables_of
+from m2flow.environments.registry import maker, needs_renderer, variables_of
 from m2flow.environments.serial import SerialEnvironments
 
 
@@ -38,12 +41,33 @@ def make_environments(
     Raises:
         UserError: the name or an option is wrong, or something is not installed.
     """
+    return hosted(
+        name,
+        options,
+        num_envs,
+        processes=processes,
+        copy=copy,
+        deadlines=deadlines,
+        python=python,
+    )
+
+
+def hosted(
+    name: str,
+    options: dict[str, Any],
+    num_envs: int,
+    *,
+    processes: int = 0,
+    copy: bool = True,
+    deadlines: Deadlines | None = None,
+    python: str | None = None,
+) -> VectorEnvironment:
+    """See `make_environments`, whose arguments these are."""
     if python is None:
         maker(name, options)  # refuses before a process is started
     variables = variables_of(name, options)
     if not processes:
         rendering.use_here(variables, required=needs_renderer(name, options))
-        make = partial(make_environment, name, **options)
-        return SerialEnvironments(make, num_envs)
+        return SerialEnvironments(maker(name, options), num_envs)
     source = Source(name, options, python, variables)
     return ProcessEnvironments(source, num_envs, processes, deadlines=deadlines, copy=copy)

@@ -128,7 +128,7 @@ def maker(name: str, options: dict[str, Any]) -> Callable[[], Environment]:
         raise missing
     module, attribute = family.adaptor
     adaptor = getattr(importlib.import_module(module), attribute)
-    _check_options(name, adaptor, options)
+    _check_options(name, adaptor, options, reserved=("task",))
     registers, _, own = task.rpartition(":") if head == "gymnasium" else ("", "", task)
     if registers and user_module(registers) is None:  # Gymnasium imports it again where it is made
         raise UserError(
@@ -220,14 +220,23 @@ def _maker_of_class(
     )
 
 
-def _check_options(name: str, target: Any, options: dict[str, Any]) -> None:
-    """Refuse an option that the class does not know, and the lack of one that it needs."""
+def _check_options(
+    name: str, target: Any, options: dict[str, Any], reserved: Sequence[str] = ()
+) -> None:
+    """Refuse an option that the class does not know, and the lack of one that it needs.
+
+    Args:
+        name: of the environment, for errors.
+        target: the class.
+        options: as the user gives them.
+        reserved: parameters of the class that m2flow sets itself.
+    """
     parameters = inspect.signature(target).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     names = [
         key
         for key, each in parameters.items()
-        if key != "task" and each.kind is not each.VAR_KEYWORD
+        if key not in reserved and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     for key in options:
         if key not in names and not takes_all:

@@ -13,7 +13,7 @@ from torch import Tensor
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.environments.demonstrations import Expert, played, read_demonstrations
 from m2flow.environments.environment import Environment
-from m2flow.environments.registry import make_environment
+from m2flow.environments.registry import maker
 from m2flow.environments.spec import EnvironmentSpec
 from m2flow.errors import UserError
 from m2flow.models.policies.protocol import Policy
@@ -53,7 +53,7 @@ def demonstrations(
     if recipe.warmup.data is not None:
         shown = read_demonstrations(recipe.warmup.data, spec)
     else:
-        environment = make_environment(recipe.environment.name, **recipe.environment.arguments)
+        environment = maker(recipe.environment.name, recipe.environment.arguments)()
         seeds = [derive_seed(recipe.seed, 6, number) for number in range(recipe.warmup.episodes)]
         expert = expert_of(recipe, environment)
         shown = played(environment, expert, seeds, recipe.rollout.horizon)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from m2flow.algorithms.sampling import derive_seed
-from m2flow.environments import Deadlines, make_environments, rendering
+from m2flow.environments import Deadlines, rendering
 from m2flow.environments.demonstrations import read_demonstrations
+from m2flow.environments.hosting import hosted
 from m2flow.environments.registry import maker, variables_of
 from m2flow.environments.spec import EnvironmentSpec
 from m2flow.environments.trial import made, try_out
@@ -304,12 +305,11 @@ def _spec_elsewhere(recipe: EmbodiedRecipe, python: str) -> EnvironmentSpec:
             expected="warmup.data, or 0 beside environment.python",
         )
     section = recipe.environment
-    elsewhere = make_environments(
-        *(section.name, 1),
+    elsewhere = hosted(
+        *(section.name, section.arguments, 1),
         processes=1,
         python=python,
         deadlines=section.hung_after,
-        **section.arguments,
     )
     elsewhere.close()
     return elsewhere.spec

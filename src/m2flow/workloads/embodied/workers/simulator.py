@@ -82,16 +82,16 @@ class Simulator(Worker):
         return -(-self.rollouts // self.place.size)
 
     def _made(self, count: int) -> Any:
-        from m2flow.environments import make_environments
+        from m2flow.environments.hosting import hosted
 
-        return make_environments(
+        return hosted(
             self.environment.name,
+            self.environment.arguments,
             count,
             processes=min(count, self._processes()),
             python=self.environment.python,
             deadlines=self.environment.hung_after,
             copy=False,  # the recordings copy what they are shown
-            **self.environment.arguments,
         )
 
     def _processes(self) -> int:
