@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 from m2flow.environments import make_environments
 from m2flow.environments.gymnasium import GymnasiumEnvironment, shrink
+from m2flow.environments.registry import maker
 from m2flow.environments.serial import SerialEnvironments
 from m2flow.errors import UserError
 
@@ -66,6 +69,54 @@ def test_a_package_that_registers_when_it_is_imported(tmp_path, monkeypatch):
         assert environments.reset([0], [3])["state"].shape == (1, 4)
     finally:
         gymnasium.registry.pop("Shop/Pole-v3", None)
+
+
+@pytest.fixture
+def shop(tmp_path, monkeypatch):
+    """Registers environments of a package with little but what is told of drawing."""
+    (tmp_path / "mode_shop.py").write_text(
+        "import gymnasium\n"
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Plain(gymnasium.Env):\n"
+        "    action_space = gymnasium.spaces.Discrete(2)\n"
+        "    observation_space = gymnasium.spaces.Box(0, 1, (1,))\n"
+        "    def __init__(self, task='none'):\n"
+        "        self.task = task\n"
+        "class Window(Plain):\n"
+        "    metadata = {'render_modes': ['human']}\n"
+        "    def __init__(self, render_mode=None):\n"
+        "        assert render_mode is None or render_mode in self.metadata['render_modes']\n"
+        "        self.render_mode = render_mode\n"
+        "def any_option(**options):\n"
+        "    return CartPoleEnv(**options)\n"
+        "gymnasium.register('Shop/Plain-v0', 'mode_shop:Plain')\n"
+        "gymnasium.register('Shop/Window-v0', 'mode_shop:Window')\n"
+        "gymnasium.register('Shop/Any-v0', any_option)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "gymnasium:mode_shop:Shop/"
+    for name in ("Plain", "Window", "Any"):
+        gymnasium.registry.pop(f"Shop/{name}-v0", None)
+    sys.modules.pop("mode_shop", None)
+
+
+def test_one_that_cannot_draw_is_not_asked_for_pictures(shop):
+    """`render_mode="rgb_array"` went to every registered one, which not all of them take."""
+    environment = maker(f"{shop}Plain-v0", {"task": "push"})()
+    assert environment._made.unwrapped.task == "push"
+    with pytest.raises(UserError, match="draws no pictures"):
+        environment.render()
+    assert maker(f"{shop}Window-v0", {})()._made.render_mode is None
+    window = sys.modules["mode_shop"].Window
+    assert GymnasiumEnvironment.of_class("mine:Window", window)._made.render_mode is None
+    assert maker(f"{shop}Any-v0", {})()._made.render_mode == "rgb_array"
+    assert maker("gymnasium:CartPole-v1", {})()._made.render_mode == "rgb_array"
+
+
+def test_a_render_mode_of_the_users_is_passed_on():
+    for mode in ("human", None):
+        environment = maker("gymnasium:CartPole-v1", {"render_mode": mode})()
+        assert environment._made.render_mode == mode
 
 
 def test_cart_pole_steps_as_gymnasium_does():
@@ -244,6 +295,26 @@ def test_what_rounding_has_put_out_of_bounds_is_at_the_bound(shape):
     made.action[:] = 0  # a simulator may keep what it is given, and write there
     assert decided[0, 0, 1] == -1.5
     assert host._slots._episodes[0].actions[0].tolist() == [2, -1.5]
+
+
+@pytest.mark.parametrize(
+    ("space", "decided", "wanted"),
+    [
+        (spaces.Box(-0.1, 0.1, (2,), np.float64), [0.1, -0.1], [0.1, -0.1]),
+        (spaces.Box(-0.1, 0.1, (2,), np.float16), [1.0, -1.0], None),
+        (spaces.Box(0, 2**31 - 1, (2,), np.int32), [2.0**31, 3.0], [2**31 - 1, 3]),
+    ],
+)
+def test_bounds_that_float32_has_not_are_kept(space, decided, wanted):
+    """The float32 nearest to 0.1 is above it: of a space of another dtype it was outside."""
+    environment = GymnasiumEnvironment.of_class("mine:Everything", Everything, action=space)
+    host = SerialEnvironments(lambda: environment, 1)
+    host.reset([0], [0])
+    action = environment.spec.action.within(np.array([[decided]], np.float32))
+    host.step(torch.from_numpy(action), [0])
+    taken = environment._made.action
+    assert space.contains(taken)
+    assert taken.tolist() == (wanted or [space.high[0], space.low[0]])
 
 
 def test_unknown_ids_name_the_nearest():

@@ -8,6 +8,7 @@ their seed: Gymnasium has no call that saves a state.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections import deque
@@ -43,25 +44,40 @@ class GymnasiumEnvironment(Environment):
             observation; 0 for its own observation.
         motion: if not 0, the three channels of that "image" are three pictures in shades of grey,
             oldest first, so many observations apart, in place of colours.
-        options: keyword arguments of the environment.
+        options: keyword arguments of the environment. It draws pictures where it can, unless
+            they give another `render_mode`.
     """
 
-    def __init__(self, task: str, pixels: int = 0, motion: int = 0, **options: Any) -> None:
+    def __init__(self, task: str, /, pixels: int = 0, motion: int = 0, **options: Any) -> None:
         import gymnasium
 
+        if "id" in options:
+            raise UserError(
+                "is what Gymnasium calls the environment's name",
+                key="environment.id",
+                hint="environment.name has it: gymnasium:ID",
+            )
+        package, _, own = task.rpartition(":")
+        if package:
+            importlib.import_module(package)
+        creator = gymnasium.spec(own).entry_point
+        if isinstance(creator, str):
+            creator = gymnasium.envs.registration.load_env_creator(creator)
+        taken = inspect.signature(creator).parameters
+        if "render_mode" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+            options = _drawing(creator, options)
         # `passive_checker` warns once a step of what the spec already says.
-        made = gymnasium.make(task, render_mode="rgb_array", disable_env_checker=True, **options)
+        made = gymnasium.make(task, **{"disable_env_checker": True, **options})
         self._wrap(f"gymnasium:{task}", made, pixels, motion)
 
     @classmethod
     def of_class(
-        cls, name: str, made_by: Any, pixels: int = 0, motion: int = 0, **options: Any
+        cls, name: str, made_by: Any, /, pixels: int = 0, motion: int = 0, **options: Any
     ) -> Environment:
         """An environment of a class that is not registered with Gymnasium."""
         self = cls.__new__(cls)
-        takes_mode = "render_mode" in inspect.signature(made_by).parameters
-        if takes_mode and "render_mode" not in options:
-            options = {**options, "render_mode": "rgb_array"}
+        if "render_mode" in inspect.signature(made_by).parameters:
+            options = _drawing(made_by, options)
         self._wrap(name, made_by(**options), pixels, motion)
         return self
 
@@ -124,7 +140,8 @@ class GymnasiumEnvironment(Environment):
             taken = action.reshape(space.shape)
             if self._whole:
                 taken = np.rint(taken)
-            taken = taken.astype(space.dtype)
+            # In float64, which has the bounds of every space as they are; float32 may lie outside.
+            taken = np.clip(taken.astype(np.float64), space.low, space.high).astype(space.dtype)
         self._last, reward, terminated, truncated, info = self._made.step(taken)
         self._unseen, self.info = True, info
         success = bool(info) and any(bool(info.get(key, False)) for key in SUCCESS_KEYS)
@@ -172,6 +189,15 @@ def is_gymnasium(found: Any) -> bool:
     """Whether it is a class of Gymnasium environments; imports nothing to find out."""
     package = sys.modules.get("gymnasium")
     return package is not None and inspect.isclass(found) and issubclass(found, package.Env)
+
+
+def _drawing(made_by: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of what takes a `render_mode`, with the one that gives pictures if it has that."""
+    metadata = getattr(made_by, "metadata", None)
+    modes = metadata.get("render_modes") if isinstance(metadata, Mapping) else None
+    if modes and "rgb_array" not in modes:
+        return options
+    return {"render_mode": "rgb_array", **options}
 
 
 def shrink(picture_HWC: Array, height: int, width: int) -> Array:
