@@ -262,6 +262,17 @@ def test_what_is_no_number_is_refused_where_actions_have_no_bounds():
             spec.check(np.array([[[wrong]]], np.float32))
 
 
+def test_a_large_bound_may_be_met_as_float32_has_it():
+    """4500.7 is 2e-4 lower than the float32 nearest to it, to which a policy clamps."""
+    spec = ActionSpec(2, (-4500.7, -1.0), (4500.7, 1.0))
+    at_bounds = np.array([[[-4500.7, -1.0]], [[4500.7, 1.0]]], np.float32)
+    assert float(at_bounds[1, 0, 0]) - 4500.7 > 1.5e-4
+    spec.check(at_bounds)
+    for outside in ([4500.71, 0.0], [-4500.71, 0.0], [0.0, 1.0002]):
+        with pytest.raises(UserError, match="out of bounds"):
+            spec.check(np.array([[outside]], np.float32))
+
+
 def test_a_choice_is_a_whole_number():
     spec = ActionSpec.discrete(4)
     spec.check(np.array([[[0.0], [3.0]]]))

@@ -20,6 +20,12 @@ TOLERANCE = 1e-4
 """How far an action may lie outside its bounds: rounding of policies that compute in bfloat16
 is theirs to clip, rounding of float32 is not a mistake."""
 
+STEPS = 4
+"""How many steps of float32 an action may lie outside of bounds that are so large that these are
+more."""
+
+FLOAT32 = np.finfo(np.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class ObservationSpec:
@@ -59,20 +65,24 @@ def image_spec(name: str, height: int, width: int) -> ObservationSpec:
 
 
 @lru_cache
-def _widened(
-    low: tuple[float, ...], high: tuple[float, ...]
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Bounds with their tolerance, finite ones, as arrays; asked for at every step."""
-    most = float(np.finfo(np.float32).max)
-    return np.maximum(low, -most) - TOLERANCE, np.minimum(high, most) + TOLERANCE
-
-
-@lru_cache
 def _exact(
     low: tuple[float, ...], high: tuple[float, ...]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Bounds as arrays, float32."""
     return np.array(low, np.float32), np.array(high, np.float32)
+
+
+@lru_cache
+def _widened(
+    low: tuple[float, ...], high: tuple[float, ...]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Those of `_exact` with their tolerance, finite ones, float64; asked for at every step."""
+    most, step = (float(figure) for figure in (FLOAT32.max, FLOAT32.eps))
+    low_A, high_A = (np.clip(x.astype(np.float64), -most, most) for x in _exact(low, high))
+    return (
+        low_A - np.maximum(TOLERANCE, STEPS * step * np.abs(low_A)),
+        high_A + np.maximum(TOLERANCE, STEPS * step * np.abs(high_A)),
+    )
 
 
 @dataclass(frozen=True, slots=True)

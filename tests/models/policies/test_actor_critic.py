@@ -114,6 +114,15 @@ def test_actions_keep_the_bounds() -> None:
         assert (actions[..., 1] > 3.9).all()
 
 
+def test_a_saturated_squash_keeps_wide_bounds_exactly() -> None:
+    """Rounding had put the action 2.4e-4 above the upper bound."""
+    low, high = torch.tensor([-273.15, -0.3]), torch.tensor([4000.3, 0.1])
+    head = SquashedGaussianHead(3, low, high)
+    ends = head.actions(torch.tensor([[[20.0, 20.0]], [[-20.0, -20.0]]]))
+    assert (ends <= high).all()
+    assert (ends >= low).all()
+
+
 def test_entropy_of_a_squashed_gaussian_by_sampling() -> None:
     torch.manual_seed(0)
     head = SquashedGaussianHead(3, torch.tensor([-1.0]), torch.tensor([1.0]))

@@ -137,7 +137,8 @@ class SquashedGaussianHead(ActionHead):
         return logprob, normal_entropy(log_std_BKA) + squeezed
 
     def actions(self, tokens: Tensor) -> Tensor:
-        return self.low + 0.5 * (tokens.tanh() + 1.0) * (self.high - self.low)
+        actions = self.low + 0.5 * (tokens.tanh() + 1.0) * (self.high - self.low)
+        return torch.minimum(torch.maximum(actions, self.low), self.high)  # rounding
 
     def tokens_of(self, actions_BKA: Tensor) -> Tensor:
         share = 2.0 * (actions_BKA - self.low) / (self.high - self.low) - 1.0
