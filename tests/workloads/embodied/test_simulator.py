@@ -97,6 +97,23 @@ def test_optional_films_are_given_up_where_drawing_takes_long(
     simulator.close()
 
 
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_film_shows_how_its_episode_ended(resets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last picture was of the turn before the one that ended the episode."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    section = EnvironmentSection(name="counting:Counting", options={"length": 3})
+    simulator = Simulator(section, HORIZON, ROLLOUTS)
+    simulator.load(Place())
+    begun = starts().with_columns(film=torch.full((ROLLOUTS,), FILM))
+    seen = simulator.begin(begun.with_columns(single=torch.full((ROLLOUTS,), not resets)))
+    films = [told.film for told in simulator._recordings.told.values()]
+    while "done" not in seen or not bool(seen["done"].all()):
+        seen = simulator.step(acted(seen, choices=True))
+    assert [len(film.all()) for film in films if film is not None] == [4] * ROLLOUTS
+    assert all(len(some) == 1 + resets for some in seen["episodes"])
+    simulator.close()
+
+
 @pytest.fixture(
     params=[(0, "table:reach"), (2, "table:reach"), (2, CARTPOLE)],
     ids=["here", "processes", "replayed in processes"],

@@ -133,7 +133,7 @@ class Simulator(Worker):
         for places, observations in self._pool.begin(numbers, seeds, given):
             mine = self._recordings.rows_of([numbers[place] for place in places])
             self._recordings.see(mine, observations)
-        self._film(numbers)
+        self._film([one for one, told in zip(numbers, told, strict=True) if not told.episodes])
 
     @stage(sticky=True, waits=True)
     def step(self, acted: Batch) -> Generator[None, None, Batch]:
@@ -141,6 +141,7 @@ class Simulator(Worker):
         import torch
 
         numbers, recordings = acted["rollout"].tolist(), self._recordings
+        first = [number for number in numbers if not recordings.told[number].episodes]
         stepping = self._begun(numbers, acted["action"])
         if 0 < len(self._pool.pids) <= self._cores_beside:  # or the policy would slow them down
             yield
@@ -162,7 +163,7 @@ class Simulator(Worker):
                 elif not recordings.told[number].episodes:
                     recordings.told[number].film = None  # of an episode that does not count
         self._stepping_seconds += time.monotonic() - begun
-        self._film(numbers)
+        self._film(first)  # how an episode has ended, too
         done = recordings.over(rows, self.horizon, self.longest)
         columns = {"turn": acted["turn"] + 1, "done": torch.from_numpy(done)}
         left = [number for number, over in zip(numbers, done.tolist(), strict=True) if over]
@@ -236,13 +237,15 @@ class Simulator(Worker):
     def _film(self, numbers: Sequence[int]) -> None:
         """Add a picture to the films that are wanted; an environment that cannot draw has none.
 
+        Of rollouts in their first episode: no other is filmed.
+
         Optional films are given up when drawing has taken longer than the simulators' steps have:
         a software renderer may take a hundred times as long for a picture as a step takes.
         """
         most = max(DRAWING_SECONDS, self._stepping_seconds)
         for number in numbers:
             told = self._recordings.told[number]
-            if told.film is None or told.episodes:
+            if told.film is None:
                 continue
             if told.film_optional and self._drawing_seconds > most:
                 told.film = None
