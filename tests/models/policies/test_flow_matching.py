@@ -158,6 +158,23 @@ def test_the_noise_network_keeps_its_bounds_and_learns() -> None:
 
 
 @pytest.mark.parametrize("noise", ["sde", "network"])
+def test_a_checkpoint_in_bfloat16_acts_and_is_judged(noise: Any, tmp_path: Path) -> None:
+    """The noise network is float32, and had been given the hidden state as it was."""
+    model, seen = policy(), observations()
+    model.model.save_pretrained(tmp_path)
+    model.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    options = FlowOptions(action_size=3, cameras=CAMERAS, noise=noise, critic=True)
+    half = load_pi0(tmp_path, options, torch.bfloat16)
+    output = half.act(seen, seeds=SEEDS)
+    assert output.tokens.dtype == torch.bfloat16
+    judged = half.evaluate(seen, output.tokens)
+    torch.testing.assert_close(judged.logprobs, output.logprobs, rtol=0.1, atol=0.1)
+    judged.logprobs.sum().backward()
+    if half.noise_network is not None:
+        assert all(p.grad is not None and p.grad.any() for p in half.noise_network.parameters())
+
+
+@pytest.mark.parametrize("noise", ["sde", "network"])
 def test_gradients_of_what_is_judged_reach_the_parameters(noise: str) -> None:
     """The entropy of noise that is fixed depends on nothing, and stops nothing."""
     one, two, seen = policy(noise), policy(noise), observations()

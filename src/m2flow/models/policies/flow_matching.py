@@ -216,8 +216,8 @@ class FlowMatchingPolicy(Policy):
         velocity, hidden = self._velocity(scene, x_BKA, time)
         if self.noise_network is not None:
             low, high = (torch.tensor(bound).log() for bound in self.options.std_range)
-            share = torch.sigmoid(self.noise_network(hidden))
-            return x_BKA - width * velocity, low + share * (high - low)
+            share = torch.sigmoid(self.noise_network(hidden.float()))  # its weights are float32
+            return x_BKA - width * velocity, (low + share * (high - low)).to(x_BKA.dtype)
         sigma = self.options.noise_level * (time / (1 - min(time, 1 - width))) ** 0.5
         score = sigma**2 / (2 * time) * (x_BKA + (1 - time) * velocity)
         mean = x_BKA - width * (velocity + score)
