@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -17,9 +18,11 @@ from m2flow.environments.environment import Array, as_picture
 from m2flow.environments.gymnasium import GymnasiumEnvironment
 from m2flow.environments.registry import maker
 from m2flow.environments.slots import RESET_ATTEMPTS
-from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec
+from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec, image_spec
 from m2flow.environments.trial import made, try_out
 from m2flow.errors import UserError
+from m2flow.workloads.embodied.config import PolicySection
+from m2flow.workloads.embodied.workers.source import PolicySource
 
 SPEC = EnvironmentSpec(
     "mine", 1, (ObservationSpec("state", (3,)),), ActionSpec(2, (-1.0, 0.0), (1.0, np.inf))
@@ -241,6 +244,36 @@ def test_pictures_are_asked_for_by_their_own_names() -> None:
         spec.picture_size(("left", "small"))
     with pytest.raises(UserError, match="it has none"):
         SPEC.picture_size(("image",))
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (ObservationSpec("image", (40, 40, 1), "uint8"), r"uint8 \(40, 40, 1\)"),
+        (ObservationSpec("image", (40, 40, 4), "uint8"), r"uint8 \(40, 40, 4\)"),
+        (ObservationSpec("image", (40, 40), "uint8"), r"uint8 \(40, 40\)"),
+        (ObservationSpec("image", (40, 40, 3)), r"float32 \(40, 40, 3\)"),
+        (ObservationSpec("state", (2, 3)), r"float32 \(2, 3\)"),
+        (ObservationSpec("state", ()), r"float32 \(\)"),
+        (ObservationSpec("state", (4,), "uint8"), r"uint8 \(4,\)"),
+    ],
+)
+def test_what_no_policy_reads_is_refused_beforehand(part: ObservationSpec, said: str) -> None:
+    """Floats were divided by 255 as bytes are; all else went wrong in a lane."""
+    spec = replace(SPEC, observations=(part,))
+    if part.name == "state":
+        section = PolicySection()
+        wanted = r"state: .*gives a state that is no vector .*expected float32 \(figures,\)"
+    else:
+        section = PolicySection(kind="cnn")
+        wanted = r"policy\.cameras: .*no picture by this name .*uint8 \(height, width, 3\)"
+    with pytest.raises(UserError, match=said) as caught:
+        PolicySource(section, spec).make()
+    assert re.search(wanted, str(caught.value))
+    if part.name == "state":
+        seen = replace(SPEC, observations=(image_spec("image", 40, 40), part))
+        with pytest.raises(UserError, match=said):
+            PolicySource(PolicySection(kind="cnn"), seen).make()
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (4, 6, 3), (4, 6, 4)])

@@ -33,8 +33,9 @@ class ObservationSpec:
 
     Attributes:
         name: "state", "image", "wrist_image" or a name of the environment's own.
-        shape: without the dimension of environments; an image is (height, width, 3).
-        dtype: "float32" or "uint8".
+        shape: without the dimension of environments; an image is (height, width, 3), a state
+            (figures,).
+        dtype: "float32" or "uint8"; an image is uint8, a state float32.
         low, high: bounds of all its figures; infinite where there are none.
     """
 
@@ -52,6 +53,11 @@ class ObservationSpec:
                 value=self.dtype,
                 expected="float32 or uint8",
             )
+
+    @property
+    def is_picture(self) -> bool:
+        """Whether policies can look at it."""
+        return self.dtype == "uint8" and len(self.shape) == 3 and self.shape[2] == 3
 
     @property
     def nbytes(self) -> int:
@@ -282,13 +288,37 @@ class EnvironmentSpec:
             f"{self.name} gives no such observation", key=name, expected=f"one of {names}"
         )
 
+    def state_size(self) -> int:
+        """How many figures the state has, as a policy reads it.
+
+        Raises:
+            UserError: there is no state, or it is no vector of figures.
+        """
+        part = self.observation("state")
+        if len(part.shape) != 1 or part.dtype != "float32":
+            raise UserError(
+                f"{self.name} gives a state that is no vector",
+                key="state",
+                value=f"{part.dtype} {part.shape}",
+                expected="float32 (figures,)",
+            )
+        return part.shape[0]
+
     def picture_size(self, cameras: Sequence[str]) -> tuple[int, int]:
         """Height and width of the pictures of cameras.
 
         Raises:
             UserError: there is no such picture, or two of different sizes.
         """
-        pictures = {part.name: part.shape for part in self.observations if len(part.shape) == 3}
+        pictures = {part.name: part.shape for part in self.observations if part.is_picture}
+        for part in self.observations:
+            if part.name in cameras and part.name not in pictures:
+                raise UserError(
+                    f"{self.name} gives no picture by this name",
+                    key="policy.cameras",
+                    value=f"{part.name}: {part.dtype} {part.shape}",
+                    expected="uint8 (height, width, 3)",
+                )
         for camera in cameras or ("",):
             if camera not in pictures:
                 raise UserError(

@@ -61,7 +61,7 @@ class SoftUpdate:
         self.policy, self.recipe, self.place = policy, recipe, place
         self.skips = Skips(recipe.max_skipped_updates)
         section, settings = recipe.policy, recipe.algorithm
-        (self.state_size,) = spec.observation("state").shape
+        self.state_size = spec.state_size()
         actions = section.chunk * spec.action.size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(recipe.seed, 7))

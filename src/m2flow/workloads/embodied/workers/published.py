@@ -98,7 +98,7 @@ def _openvla(
             expected="discrete, or model=FOLDER of a checkpoint that has one",
         )
     if folder is None:
-        state = spec.observation("state").shape[0] if section.proprioception else None
+        state = spec.state_size() if section.proprioception else None
         policy = tiny_openvla(
             spec.instructions or (),
             unit_statistics(spec.action.size, state),
@@ -148,7 +148,7 @@ def _pi0(
         return tiny_pi0(
             spec.instructions or (),
             options,
-            state_size=spec.observation("state").shape[0],
+            state_size=spec.state_size(),
             chunk=section.chunk,
             image_size=spec.observation(section.cameras[0]).shape[0],
             seed=seed,
@@ -163,7 +163,7 @@ def _pi0(
 
 
 def _check_state(spec: EnvironmentSpec, known: int, *, exactly: bool) -> None:
-    size = spec.observation("state").shape[0]
+    size = spec.state_size()
     if size > known or (exactly and size != known):
         raise UserError(
             "the robot state has another size than the checkpoint's",

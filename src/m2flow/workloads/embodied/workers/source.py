@@ -93,7 +93,7 @@ class PolicySource:
 
         assert self.spec is not None, "a policy is made for an environment"
         section, spec = self.section, self.spec
-        state = next((part for part in spec.observations if part.name == "state"), None)
+        has_state = any(part.name == "state" for part in spec.observations)
         head: dict[str, Any] = {
             "actions": self._distribution(),
             "low": spec.action.low,
@@ -105,13 +105,12 @@ class PolicySource:
             return cnn_actor_critic(
                 spec.picture_size(section.cameras),
                 cameras=section.cameras,
-                state_size=0 if state is None else state.shape[0],
+                state_size=spec.state_size() if has_state else 0,
                 features=section.features,
                 **head,
             )
-        size = spec.observation("state").shape[0]
         return mlp_actor_critic(
-            size, hidden=section.hidden, normalise=section.normalize_state, **head
+            spec.state_size(), hidden=section.hidden, normalise=section.normalize_state, **head
         )
 
     def _distribution(self) -> str:
