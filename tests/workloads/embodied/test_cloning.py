@@ -210,6 +210,20 @@ def test_a_policy_that_profiling_keeps_is_named_by_its_demonstrations() -> None:
     assert len(names) == 2
 
 
+def test_a_policy_that_profiling_keeps_is_named_by_whether_it_has_a_critic() -> None:
+    """What PPO had left there has a value head, which GRPO's policy refused for good."""
+    ppo, grpo = (
+        recipe(
+            warmup={"steps": 1},
+            algorithm={"name": name},
+            rollouts_per_step=8,
+            rollout={"horizon": 6, "automatic_reset": False},
+        )
+        for name in ("ppo", "grpo")
+    )
+    assert WORKLOAD.model_name(ppo) != WORKLOAD.model_name(grpo)
+
+
 def test_what_an_expert_says_is_an_action_within_the_bounds(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     environment = make_environment("gymnasium:Pendulum-v1")

@@ -279,6 +279,11 @@ class EmbodiedAlgorithmSection(Section):
     target_entropy: Annotated[float, Field(strict=True)] | None = None
     first_temperature: Positive = 1.0
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether the policy says what observations are worth, where it need not."""
+        return self.name == "ppo"
+
     @model_validator(mode="after")
     def _keys_belong_to_the_algorithm(self) -> EmbodiedAlgorithmSection:
         common.refuse_keys_of_others(self, "algorithm.name", KEYS_OF_ALGORITHMS)

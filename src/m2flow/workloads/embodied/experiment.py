@@ -61,7 +61,7 @@ class EmbodiedExperiment:
         recipe.require_model()
         self.recipe = recipe
         self.spec = spec_of(recipe)
-        critic = recipe.algorithm.name == "ppo"
+        critic = recipe.algorithm.has_critic
         self._source = PolicySource(
             recipe.policy, self.spec, recipe.seed, critic=critic, model=recipe.model
         )

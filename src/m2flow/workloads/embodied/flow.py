@@ -112,8 +112,9 @@ def recipe_flow(
     """
     algorithm, folder = recipe.algorithm, checkpoint or start
     path = None if folder is None else str(folder)
-    critic = algorithm.name == "ppo"
-    source = PolicySource(recipe.policy, spec, recipe.seed, path, critic, recipe.model)
+    source = PolicySource(
+        recipe.policy, spec, recipe.seed, path, algorithm.has_critic, recipe.model
+    )
     state = None if checkpoint is None else str(checkpoint)
     workers: dict[str, Any] = {
         "simulator": Simulator(

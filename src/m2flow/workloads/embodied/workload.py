@@ -98,7 +98,8 @@ class Embodied:
 
     def model_name(self, recipe: EmbodiedRecipe) -> str:
         parts = (recipe.policy, recipe.environment, recipe.warmup)
-        return digest([recipe.seed, recipe.model, *(part.model_dump() for part in parts)])
+        critic = recipe.algorithm.has_critic
+        return digest([recipe.seed, recipe.model, critic, *(part.model_dump() for part in parts)])
 
     def experiment(self, recipe: EmbodiedRecipe) -> EmbodiedExperiment:
         from m2flow.workloads.embodied.experiment import EmbodiedExperiment
