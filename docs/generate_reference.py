@@ -304,7 +304,8 @@ EMBODIED = {
     "algorithm.value_clip": "`ppo`: how far a value may move in a step before its gradient stops, "
     "in shares of the returns' root mean square; `null` for no bound",
     "algorithm.value_coefficient": "`ppo`: weight of the critic's loss",
-    "algorithm.value_warmup_steps": "`ppo`: steps at the start in which the critic alone learns",
+    "algorithm.value_warmup_steps": "`ppo`: steps at the start in which the critic alone learns; "
+    "optimizer steps that are left out do not count",
     "algorithm.entropy_coefficient": "`ppo`, `grpo`: weight of an entropy bonus",
     "algorithm.normalize_advantage": "`ppo`: bring advantages to mean 0 and deviation 1 over all "
     "turns of the step; those of actions have the mean of their place in the chunk",

@@ -253,7 +253,8 @@ class EmbodiedAlgorithmSection(Section):
     Of GRPO's groups those are dropped whose share of successes is outside `success_bounds`, after
     other starts were tried in their place `further_draws` times at most; without bounds, those are
     tried again whose episodes are all worth the same. In the
-    first `value_warmup_steps` steps of PPO the critic alone learns, and the policy stands still.
+    first `value_warmup_steps` steps of PPO the critic alone learns, and the policy stands still;
+    optimizer steps that are left out do not count.
     With `advantage_level: action` an action is not credited with rewards of its chunk before it.
     """
 
