@@ -21,8 +21,7 @@ TOLERANCE = 1e-4
 is theirs to clip, rounding of float32 is not a mistake."""
 
 STEPS = 4
-"""How many steps of float32 an action may lie outside of bounds that are so large that these are
-more."""
+"""How many steps of float32 an action may lie outside its bounds, where those are more."""
 
 FLOAT32 = np.finfo(np.float32)
 
@@ -82,7 +81,7 @@ def _exact(
 def _widened(
     low: tuple[float, ...], high: tuple[float, ...]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Those of `_exact` with their tolerance, finite ones, float64; asked for at every step."""
+    """Bounds as float32 has them with their tolerance, finite ones, float64; read at every step."""
     most, step = (float(figure) for figure in (FLOAT32.max, FLOAT32.eps))
     low_A, high_A = (np.clip(x.astype(np.float64), -most, most) for x in _exact(low, high))
     return (
