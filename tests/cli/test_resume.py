@@ -23,8 +23,11 @@ from safetensors.torch import load_file
 from m2flow.errors import UserError
 from m2flow.flow import Batch
 from m2flow.observe.run_directory import RunDirectory, held, merge_steps, read_document
+from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.run import Run
+from m2flow.training import checkpoint
 from m2flow.workloads.common.run import Training
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 
 Refused = Callable[..., str]
 M2flow = Callable[..., Any]
@@ -287,6 +290,21 @@ def test_five_steps_under_one_layout_and_five_under_another(
     for here, there in zip(rows(Path("parts"))[1:], rows(Path("straight"))[1:], strict=True):
         for name in ("reward/mean", "loss/policy", "train/grad_norm", "tokens/generated"):
             assert here[name] == pytest.approx(there[name], rel=1e-6, abs=1e-6), name
+
+
+def test_a_checkpoint_that_the_launcher_does_not_see_ends_the_run(
+    tiny: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner on another machine wrote it to a disk of its own, and nobody noticed."""
+    forgotten: list[int] = []
+    monkeypatch.setattr(ReasoningExperiment, "save", lambda *_: None)
+    monkeypatch.setattr(checkpoint, "SECONDS_UNTIL_SEEN", 0.0)
+    monkeypatch.setattr(Journal, "forget_before", lambda _, step: forgotten.append(step))
+    error = m2flow("train", tiny, *STEPS, "--run-dir", "apart").error
+    folder = Path("apart/checkpoints/step_000002").resolve()
+    assert error.startswith(f"{folder}: the launcher does not see the checkpoint")
+    assert "a folder that all machines share; name one by --run-dir" in error
+    assert forgotten == [0], "its rollouts stay"
 
 
 def test_the_plan_may_change(tiny: Path, run: Path, m2flow: M2flow) -> None:

@@ -207,6 +207,30 @@ def test_a_folder_that_machines_do_not_share_is_named(
         trainer_state._wait_for(tmp_path, frozenset({"mine", "theirs"}))
 
 
+def write_apart(groups: LaneGroups, folder: Path) -> str:
+    """The last one of four lanes has a disk of its own under the folder's name."""
+    gang = gang_of(groups, ((0, 1, 2, 3),))
+    assert gang is not None
+    rows = Shard(MATRIX[gang.rank : gang.rank + 1].clone(), Box((gang.rank, 0), (1, 5)), (4, 5))
+    usual, trainer_state.SECONDS_UNTIL_SEEN = trainer_state.SECONDS_UNTIL_SEEN, 0.0
+    try:
+        where = folder / "other" if gang.rank == 3 else folder / "first"
+        trainer_state.write(where, {"m": rows}, gang.mesh().get_group("shard"))
+    except UserError as error:
+        return str(error)
+    finally:
+        trainer_state.SECONDS_UNTIL_SEEN = usual
+    return "nothing"
+
+
+def test_a_folder_that_machines_do_not_share_is_refused_on_all_lanes(
+    lanes: LaneProcesses, tmp_path: Path
+) -> None:
+    """The first lane alone looks; the others once went on into a collective without it."""
+    (said,) = set(lanes(write_apart, tmp_path))
+    assert said.startswith(f"{tmp_path / 'first'}: the first lane does not see what others")
+
+
 def write_rows(groups: LaneGroups, folder: Path) -> str:
     """Each of four lanes has two rows of seven, the last one; all have `b`. One cannot write."""
     gang = gang_of(groups, ((0, 1, 2, 3),))

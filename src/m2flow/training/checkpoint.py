@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ LATEST = "latest"
 MODEL, TRAINER = "model", "trainer"
 THREADS = 4
 """That read files for their checksums side by side: one takes a second for about 1.4 GB."""
+
+SECONDS_UNTIL_SEEN = 60.0
+"""How long a shared file system may take to show one machine what another one has written."""
 
 _STEP = re.compile(r"step_(\d{6,})")
 
@@ -103,6 +107,24 @@ def commit(root: Path, step: int, *, keep: int | None = None, in_use: Path | Non
             if in_use is None or path.resolve() != in_use.resolve():
                 _discard(path)
     return final
+
+
+def wait_until_seen(root: Path, step: int) -> None:
+    """Wait until this process sees the checkpoint of a step, which another machine may have made.
+
+    Raises:
+        UserError: it does not, as the machines do not share the folder.
+    """
+    deadline = time.monotonic() + SECONDS_UNTIL_SEEN
+    while not folder_of(root, step).is_dir():
+        if time.monotonic() > deadline:
+            raise UserError(
+                "the launcher does not see the checkpoint that was written",
+                key=str(folder_of(root, step)),
+                expected="a folder that all machines share",
+                hint="name one by --run-dir",
+            )
+        time.sleep(0.5)
 
 
 def resume_point(root: Path) -> Path | None:

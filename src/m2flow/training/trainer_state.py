@@ -19,7 +19,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Size, Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -50,6 +49,7 @@ from torch.futures import Future
 
 from m2flow.errors import UserError
 from m2flow.runtime.weights.manifest import Shard
+from m2flow.training.checkpoint import SECONDS_UNTIL_SEEN
 
 FILE_BYTES = 1 << 28
 """How large a lane's files become, unless a tensor is larger: those that are written just then are
@@ -57,9 +57,6 @@ in host memory twice."""
 
 THREADS = 4
 """Files that a lane writes at a time: to put one together takes longer than the disk does."""
-
-SECONDS_UNTIL_SEEN = 60.0
-"""How long a shared file system may take to show one machine what another one has written."""
 
 
 def write(folder: Path, parts: Mapping[str, Shard], group: Any = None) -> None:
@@ -73,19 +70,16 @@ def write(folder: Path, parts: Mapping[str, Shard], group: Any = None) -> None:
         group: the process group of the lanes; None for one lane.
 
     Raises:
-        UserError: the first lane does not see the files of all lanes.
+        UserError: the first lane does not see the files of all lanes. All lanes raise it.
     """
-    writer = _Writer(folder, _file_numbers(parts))
     with _as_raised():
         save(
             dict(parts),
-            storage_writer=writer,
+            storage_writer=_Writer(folder, _file_numbers(parts)),
             planner=_SavePlanner(),
             process_group=group,
             no_dist=group is None,
         )
-    if group is not None and dist.get_rank(group) == 0:
-        _wait_for(folder, writer.files)
 
 
 class SavedState:
@@ -120,16 +114,15 @@ class SavedState:
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Writes several files at a time; knows, on the first lane, which all lanes have written.
+    """Writes several files at a time; the first lane waits until it sees those of all lanes.
 
-    Torch has threads of its own for that, in which errors are lost: a disk that is full would be a
-    checkpoint.
+    Torch has threads of its own for writing, in which errors are lost: a disk that is full would be
+    a checkpoint.
     """
-
-    files: frozenset[str] = frozenset()
 
     def __init__(self, folder: Path, numbers: dict[str, int]) -> None:
         super().__init__(str(folder), numbers, save_distributed=True)
+        self._folder = folder
         self.per_thread_copy_ahead = 0  # each thread would wait for the others' copies
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -150,9 +143,9 @@ class _Writer(HuggingFaceStorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.files = frozenset(
-            each.storage_data.relative_path for theirs in results for each in theirs
-        )
+        """Run on the first lane while the others wait for what comes of it: its error is theirs."""
+        files = (each.storage_data.relative_path for theirs in results for each in theirs)
+        _wait_for(self._folder, frozenset(files))
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -28,7 +28,7 @@ from m2flow.observe.timeline import Timeline
 from m2flow.plan.file import to_json
 from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.runner import StepResult
-from m2flow.training.checkpoint import step_of, sweep
+from m2flow.training.checkpoint import step_of, sweep, wait_until_seen
 from m2flow.training.optimizer import NOT_TAKEN, NotFinite
 from m2flow.training.skipping import SKIPPED, too_many
 from m2flow.workloads.common.launching import launched, write_decision
@@ -448,14 +448,20 @@ class Training:
         return figures | {EVALUATED: result.seconds}
 
     def _save(self, run: Run, step: int) -> None:
-        """Write the checkpoint of a step. One that fails takes no room, and the last one stays."""
+        """Write the checkpoint of a step. One that fails takes no room, and the last one stays.
+
+        Raises:
+            CannotWrite: there is no room for it.
+            UserError: lanes have written it where the launcher does not see it.
+        """
         self._write_timeline()
         checkpoints = self._begun().checkpoints.resolve()
         self._begun().synchronise()
         try:
             with writing(f"the checkpoint of step {step}", checkpoints):
                 self.experiment.save(run, checkpoints, step)
-        except CannotWrite:
+            wait_until_seen(checkpoints, step)
+        except (CannotWrite, UserError):
             sweep(checkpoints)
             raise
         self._saved = step

@@ -178,7 +178,8 @@ class Experiment(Protocol):
 
         Args:
             run: whose workers write.
-            checkpoints: the run's folder of checkpoints, absolute, which all lanes see.
+            checkpoints: the run's folder of checkpoints, absolute, which all lanes see. That of the
+                step is `step_NNNNNN` in it, which the launcher sees too.
             step: training steps done.
         """
 
