@@ -484,6 +484,19 @@ def test_a_lane_writes_nothing_after_its_pool_has_cleared_up(
     assert not files_of(pool)
 
 
+def test_a_lane_removes_what_its_killed_process_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another machine the launcher cannot, and memory was short until the run's end."""
+    with LanePool(lanes(2)) as pool:
+        monkeypatch.setattr(pool, "is_here", lambda _: False)
+        left, of_other = (Path(f"/dev/shm/{pool.folder.name}-{lane}-left") for lane in (1, 0))
+        left.touch()
+        of_other.touch()
+        pool.end(1, "killed")
+        pool.restart([1])
+        assert not left.exists()
+        assert of_other.exists()
+
+
 def test_lanes_that_the_cluster_has_no_room_for_are_refused() -> None:
     plan = Plan(
         "custom",

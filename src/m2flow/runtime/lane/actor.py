@@ -139,6 +139,8 @@ class LaneProcess:
         from m2flow.runtime.lane.exchange import Exchange
         from m2flow.runtime.transport.cuda_ipc import devices_here
 
+        # Left by a process of the lane that was killed: the launcher clears its own machine alone.
+        sweep(f"{self.folder.name}-{self.position}-")
         self._exchange = Exchange(
             self.lane.id,
             self.position,
