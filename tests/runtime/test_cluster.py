@@ -132,6 +132,62 @@ def test_a_start_that_times_out_twice_is_one_line(starts: Callable[[int], Starts
     assert not any(folder.exists() for folder in made.folders)
 
 
+MISMATCH = """Version mismatch: The cluster was started with:
+    Ray: 2.59.0
+    Python: 3.11.4
+This process on 10.0.0.1:6379 was started with:
+    Ray: 2.60.0
+    Python: 3.11.2
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "tries", "shown"),
+    [
+        (MISMATCH, 1, f"RuntimeError: {' '.join(MISMATCH.split())}"),
+        (
+            "Failed to connect to GCS.\nIs it up?",
+            2,
+            "RuntimeError: Failed to connect to GCS. Is it up?",
+        ),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined_is_one_line(
+    said: str, tries: int, shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which versions do not fit was cut off, and an overloaded machine blamed."""
+    tried = list[str | None]()
+
+    def init(address: str | None, **_: Any) -> None:
+        tried.append(address)
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RunFailed) as caught:
+        RayCluster(())
+    assert str(caught.value) == f"the Ray cluster at 10.0.0.1:6379 cannot be joined: {shown}"
+    assert len(tried) == tries
+
+
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "http://10.0.0.1:8265"])
+def test_an_address_of_another_server_is_refused_before_anything_starts(
+    tiny: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(ahead, "_start", lambda *_: pytest.fail("lanes were started"))
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was connected"))
+    words = ["mode=collocated", "lanes=cpu:2", "--run-dir", "run"]
+    for line in (refused("train", tiny, *words), refused("doctor", "--links")):
+        assert line.startswith("RAY_ADDRESS: lanes cannot be driven from outside the cluster")
+        assert f"(got {address!r}); expected HOST:PORT, on a machine of the cluster" in line
+        assert "ray job submit" in line
+    assert not Path("run").exists()
+
+
 def test_a_run_without_shared_memory_is_refused_before_anything_is_written(
     tiny: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

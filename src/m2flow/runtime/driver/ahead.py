@@ -17,7 +17,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Self
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.runtime.driver.cluster import RayCluster, starts_here
+from m2flow.runtime.driver.cluster import RayCluster, check_address, starts_here
 from m2flow.runtime.driver.template import LaneTemplate, any_process_does
 from m2flow.runtime.transport.sweeping import check_shared_memory
 
@@ -37,13 +37,14 @@ class LanesAhead:
         spares: as for `LanePool`.
 
     Raises:
-        UserError: there is no shared memory.
+        UserError: there is no shared memory, or RAY_ADDRESS cannot be joined.
     """
 
     def __init__(
         self, lanes: Sequence[LaneSpec], modules: Sequence[str] = (), spares: int = 0
     ) -> None:
         check_shared_memory()
+        check_address()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lanes ahead")
         self._imported = Event()
         self._pool: Future[LanePool] = self._thread.submit(

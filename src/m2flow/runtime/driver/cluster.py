@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, UserError
 from m2flow.runtime.transport.sweeping import Sweeper, check_shared_memory, clear_up
 
 SET_UP_WORKER = Path(__file__).parents[1] / "lane" / "set_up_worker.py"
@@ -24,6 +24,9 @@ SET_UP_WORKER = Path(__file__).parents[1] / "lane" / "set_up_worker.py"
 WITHIN = "ray"
 """Ray's folder in one of the cluster's own: Ray opens its folder, with its logs and sockets, to all
 users of the machine."""
+
+MISMATCH = "Version mismatch"
+"""What Ray says where the cluster has another version of Ray or of Python."""
 
 
 def require_token() -> None:
@@ -48,6 +51,23 @@ def starts_here() -> bool:
     return not os.environ.get("RAY_ADDRESS") and not (ray and ray.is_initialized())
 
 
+def check_address() -> None:
+    """Refuse a RAY_ADDRESS that is to be joined and names another kind of server than the cluster.
+
+    Raises:
+        UserError: it is that of a Ray client's server, or of a job server.
+    """
+    address, ray = os.environ.get("RAY_ADDRESS", ""), sys.modules.get("ray")
+    if "://" in address and not (ray and ray.is_initialized()):
+        raise UserError(
+            "lanes cannot be driven from outside the cluster",
+            key="RAY_ADDRESS",
+            value=address,
+            expected="HOST:PORT, on a machine of the cluster",
+            hint="or hand the command in with `ray job submit`",
+        )
+
+
 class RayCluster:
     """A connection to Ray.
 
@@ -58,10 +78,15 @@ class RayCluster:
 
     Attributes:
         sweeper: removes files that are added to it, if this process is killed.
+
+    Raises:
+        UserError: there is no shared memory, or RAY_ADDRESS cannot be joined.
+        RunFailed: Ray has not come up.
     """
 
     def __init__(self, lanes: Sequence[LaneSpec]) -> None:
         check_shared_memory()
+        check_address()
         # Ray would print stacks on SIGTERM, which asks for the end and is no crash. Read on import.
         os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
         import ray
@@ -91,7 +116,7 @@ class RayCluster:
         """Connect to a cluster, or start one. A second try is made: under load Ray times out.
 
         Raises:
-            RunFailed: it has not come up.
+            RunFailed: it has not come up, or is of other versions.
         """
         import ray
 
@@ -109,13 +134,9 @@ class RayCluster:
             except Exception as error:  # noqa: BLE001 - Ray has no type for it
                 _shut_down()
                 self._remove_files()
-                if tries == 2:
+                if tries == 2 or MISMATCH in str(error):
                     self.sweeper.close()
-                    where = os.environ["RAY_ADDRESS"] if address is None else "on this machine"
-                    raise RunFailed(
-                        f"Ray has not come up {where}, in two tries: {_first_line(error)}; is the "
-                        "machine overloaded, or full (`m2flow doctor`)?"
-                    ) from None
+                    raise RunFailed(_why(error, joined=address is None)) from None
             else:
                 return
 
@@ -195,5 +216,13 @@ def _shut_down() -> None:
             process.kill()
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or ['no word'])[0]}"
+def _why(error: Exception, *, joined: bool) -> str:
+    """Say in one line why Ray has not come up, on this machine or at RAY_ADDRESS."""
+    kind, lines = type(error).__name__, str(error).splitlines() or ["no word"]
+    if not joined:
+        return (
+            f"Ray has not come up on this machine, in two tries: {kind}: {lines[0]}; is the "
+            "machine overloaded, or full (`m2flow doctor`)?"
+        )
+    words = " ".join(" ".join(lines).split())
+    return f"the Ray cluster at {os.environ['RAY_ADDRESS']} cannot be joined: {kind}: {words}"
