@@ -18,6 +18,7 @@ from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.embodied.evaluation import examine
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+from m2flow.workloads.embodied.flow import recipe_flow
 from m2flow.workloads.embodied.workload import WORKLOAD
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -88,6 +89,21 @@ def test_published_recipes_have_full_sizes_and_tiny_ones(name: str) -> None:
     assert tiny.policy == full.policy
     again = read_recipe(tiny)
     assert again == tiny, "as it is read from the run's own config.yaml"
+
+
+@pytest.mark.parametrize(
+    ("model", "told"), [("some/model", "{}/some/model"), ("tiny", "tiny"), ("~/model", "{}/model")]
+)
+def test_lanes_are_told_where_the_model_lies(
+    model: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another machine work where Ray was started there, and not in this folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe: Any = read_recipe(TABLE, {"model": model})
+    flow: Any = recipe_flow(recipe)
+    assert flow.actor.source.model == flow.learner.source.model == told.format(tmp_path)
+    assert recipe.model == model
 
 
 def test_small_policies_refuse_a_model() -> None:

@@ -28,8 +28,11 @@ from m2flow.workloads.common.run import step_figures
 from m2flow.workloads.reasoning.encoding import Names, encode, may_not_fit
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment, sample_figures
 from m2flow.workloads.reasoning.named import task_of
+from m2flow.workloads.reasoning.reward_sections import JudgeSection, RewardModelSection
 from m2flow.workloads.reasoning.tasks import Problem
 from m2flow.workloads.reasoning.workers import ModelSource
+from m2flow.workloads.reasoning.workers.judge_model import JudgeModel
+from m2flow.workloads.reasoning.workers.reward_model import RewardModel
 
 MakeRecipe = Any
 
@@ -289,6 +292,31 @@ def test_the_warm_up_s_learning_rate_is_used(
         trained = weights(ReasoningExperiment(recipe).prepare(tmp_path / str(rate)))
         moved[rate] = max(float((trained[k] - v).abs().max()) for k, v in weights(start).items())
     assert 0 < moved[1e-6] < 1e-5 < moved[1e-3]
+
+
+@pytest.mark.parametrize("home", [False, True])
+def test_lanes_are_told_where_models_lie_whatever_folder_they_work_in(
+    tiny_recipe: MakeRecipe,
+    warmed: ModelSource,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    home: bool,
+) -> None:
+    """Those of another machine work where Ray was started there. The recipe stays as it is."""
+    (tmp_path / "model").symlink_to(warmed.path)
+    monkeypatch.chdir(tmp_path.parent if home else tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    named = "~/model" if home else "model"
+    recipe = tiny_recipe(model={"path": named}, warmup={"steps": 0})
+    experiment = ReasoningExperiment(recipe)
+    flow = experiment.flow()
+    expected = str(tmp_path / "model")
+    assert flow.generator.model.path == flow.learner.model.path == expected
+    assert experiment.prepare(tmp_path / "unused").path == expected
+    assert recipe.model.path == named
+    classifier = RewardModel(RewardModelSection(path=named))
+    judge = JudgeModel(JudgeSection(path=named))
+    assert classifier.source.path == judge.model.path == expected
 
 
 def test_preparing_again_leaves_what_else_is_there(

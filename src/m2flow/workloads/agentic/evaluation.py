@@ -35,7 +35,7 @@ def examine(asked: Examination) -> dict[str, Any]:
         "evaluation": recipe.evaluation.model_copy(update={"problems": count}),
     }
     recipe = recipe.model_copy(update=parts)
-    experiment = AgenticExperiment(recipe, ModelSource(str(model), recipe.model.dtype))
+    experiment = AgenticExperiment(recipe, ModelSource.at(str(model), recipe.model.dtype))
     problems, lanes = experiment.held_out(), asked.lanes or parse_lanes("auto")
     if problems is None:
         raise UserError("there are no held-out problems", key="--limit", value=count)

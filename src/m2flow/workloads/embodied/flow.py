@@ -7,7 +7,7 @@ from typing import Any
 
 from m2flow.environments.spec import EnvironmentSpec
 from m2flow.flow import Flow, Stream, loop
-from m2flow.workloads.embodied.config import EmbodiedRecipe
+from m2flow.workloads.embodied.config import STATES, TINY, EmbodiedRecipe
 from m2flow.workloads.embodied.workers import (
     Actor,
     EmbodiedLearner,
@@ -112,9 +112,10 @@ def recipe_flow(
     """
     algorithm, folder = recipe.algorithm, checkpoint or start
     path = None if folder is None else str(folder)
-    source = PolicySource(
-        recipe.policy, spec, recipe.seed, path, algorithm.has_critic, recipe.model
-    )
+    model = recipe.model
+    if model not in (None, TINY, STATES):  # lanes may work in another folder
+        model = str(Path(model).expanduser().absolute())
+    source = PolicySource(recipe.policy, spec, recipe.seed, path, algorithm.has_critic, model)
     state = None if checkpoint is None else str(checkpoint)
     workers: dict[str, Any] = {
         "simulator": Simulator(

@@ -79,7 +79,7 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
         UserError: model or data are missing or wrong, or a prompt does not fit.
     """
     _check(asked)
-    source = ModelSource(str(model_folder(asked.model)), "auto")
+    source = ModelSource.at(str(model_folder(asked.model)), "auto")
     tokenizer, context = source.tokenizer(), context_of(source.path)
     settings = as_trained(asked, context)
     assert settings.max_new_tokens is not None and settings.temperature is not None

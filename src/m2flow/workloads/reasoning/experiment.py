@@ -124,7 +124,7 @@ class ReasoningExperiment:
         self._warming: Any = None
         if path is not None and recipe.warmup.steps:
             self._warming = load_model(path, self._dtype)
-        self.model = model or ModelSource(path or "", recipe.model.dtype)
+        self.model = model or ModelSource.at(path, recipe.model.dtype)
         """The model that reinforcement starts from, once it is made."""
         self._sampler = self._sampler_of(recipe)
         self._begun: dict[int, tuple[BegunAnswer, ...]] = {}  # by the turn of their problem

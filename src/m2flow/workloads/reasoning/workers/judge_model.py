@@ -34,7 +34,7 @@ class JudgeModel(Generator):
     def __init__(self, section: JudgeSection) -> None:
         self.section = section
         super().__init__(
-            ModelSource(section.path or "", section.dtype),
+            ModelSource.at(section.path, section.dtype),
             samples_per_prompt=1,
             max_new_tokens=section.max_new_tokens,
             temperature=section.temperature,

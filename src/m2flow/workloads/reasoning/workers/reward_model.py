@@ -18,6 +18,7 @@ class RewardModel(Divided):
 
     def __init__(self, section: RewardModelSection) -> None:
         self.section = section
+        self.source = ModelSource.at(section.path, section.dtype)
 
     def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
         """On one lane, or in shards."""
@@ -28,10 +29,8 @@ class RewardModel(Divided):
         from m2flow.models.classifier import Conversations, label_index
         from m2flow.runtime.lane.state import MovableState, module_tensors
 
-        path = self.section.path
-        assert path is not None
-        source = ModelSource(path, self.section.dtype)
-        self.classifier, self.shards = divided(place, source, source.load_classifier)
+        path = self.source.path
+        self.classifier, self.shards = divided(place, self.source, self.source.load_classifier)
         self.conversations = Conversations.of(path)
         self.label = label_index(path, self.section.label)
         self.state = MovableState(lambda: module_tensors(self.classifier), place, frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from m2flow.errors import UserError
@@ -34,6 +35,11 @@ class ModelSource:
 
     path: str
     dtype: str = "float32"
+
+    @classmethod
+    def at(cls, path: str | None, dtype: str) -> ModelSource:
+        """A folder as the user has named it to the launcher; lanes may work in another folder."""
+        return cls(str(Path(path).expanduser().absolute()) if path else "", dtype)
 
     def load(self, device: str, *, stays: bool = True) -> Any:
         """The transformers model, on the device.
