@@ -189,6 +189,17 @@ def test_what_there_is_beside_calls_comes_back(found: Profile) -> None:
     assert found.stage("gen.generate").output_bytes == 100
 
 
+def test_moments_of_several_machines_are_not_compared() -> None:
+    """Their clocks differ by more than what passes between two calls."""
+    plan = next(plan for plan in trial_plans(GRPO, LANES, ITEMS) if len(plan.lanes) > 1)
+    _, steps = observed(GRPO, plan, KNOWN)
+    apart = replace(plan, lanes=tuple(replace(lane, node=lane.id % 2) for lane in plan.lanes))
+    for where, counted in ((plan, True), (apart, False)):
+        evidence = Evidence(GRPO)
+        evidence.add(where, steps)
+        assert bool(evidence.gaps) == counted
+
+
 def test_turns_of_a_loop_are_counted() -> None:
     graph = GRAPHS["embodied"]
     known = Profile(

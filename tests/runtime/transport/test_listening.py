@@ -192,6 +192,36 @@ def test_a_half_open_tcp_connection_ends_long_before_the_deadline(door: Door) ->
         assert option(socket.TCP_NODELAY) == 1
 
 
+def test_a_dead_machine_is_given_up_as_soon_while_it_is_called(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would send the first packet again for two minutes."""
+
+    def reach(connection: socket.socket, *_: object) -> None:
+        limit = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert limit == 1000 * SILENT_SECONDS
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(listening, "_reach", reach)
+    host, port = door.endpoint.tcp or ("", 0)
+    with pytest.raises(ConnectionError, match=f"{host}:{port}: Connection timed out"):
+        connect(door.endpoint, KEY, same_node=False, seconds=SOON)
+
+
+def test_an_address_that_cannot_be_reached_is_named(door: Door) -> None:
+    """A launcher said no more than that something had timed out."""
+    host, port = door.endpoint.tcp or ("", 0)
+    with pytest.raises(KeyRefused, match=f"{host}:{port}: "):
+        connect(door.endpoint, b"another", same_node=False, seconds=SOON)
+    with socket.create_server((host, 0)) as silent:
+        here = silent.getsockname()[1]
+        endpoint = door.endpoint._replace(tcp=(host, here))
+        with pytest.raises(TimeoutError, match=f"{host}:{here}: timed out"):
+            connect(endpoint, KEY, same_node=False, seconds=0.1)
+    with pytest.raises(ConnectionRefusedError, match=f"{host}:{here}: Connection refused"):
+        connect(endpoint, KEY, same_node=False, seconds=SOON)
+
+
 class Silenced:
     """A socket after the kernel has given the other machine up."""
 

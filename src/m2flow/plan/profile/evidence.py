@@ -82,7 +82,7 @@ class Evidence:
         transfers: (parts, bytes, seconds) of what was fetched from lanes of one machine for a call;
             each part lies on one lane.
         gaps: (events of other lanes shortly before, seconds) from a lane's end to its next call,
-            where nothing else can have caused that call.
+            where nothing else can have caused that call; of steps on one machine.
         output_bytes: (items, bytes) by stage.
         lengths: of output items, by stage.
         turns: of items in a loop, by its first stage.
@@ -153,7 +153,8 @@ class Evidence:
             if spot.state_bytes:
                 where = placed.of(worker)
                 self.states[where] = max(self.states.get(where, 0), spot.state_bytes)
-        self.gaps.extend(_gaps(spans, [step.started for step in steps]))
+        if placed.on_one_machine:  # clocks of several differ by more than a gap
+            self.gaps.extend(_gaps(spans, [step.started for step in steps]))
 
     def of(self, what: str, where: Where) -> list[Sample]:
         """Return what was measured of a stage or worker in a layout."""

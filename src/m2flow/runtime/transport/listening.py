@@ -9,6 +9,7 @@ to accept when it has some again. A TCP connection whose other machine answers n
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -68,7 +69,7 @@ def connect(
     Raises:
         KeyRefused: the endpoint does not know the key.
         TimeoutError: the endpoint did not answer in time.
-        OSError: nobody listens there.
+        OSError: nobody listens there, or the other machine has not answered for `SILENT_SECONDS`.
     """
     address = "\0" + endpoint.unix if same_node else endpoint.tcp
     if address is None:
@@ -76,13 +77,26 @@ def connect(
     connection = socket.socket(family_of(address))
     try:
         connection.settimeout(seconds)
+        prepare(connection)  # a machine that is gone does not answer the first packet either
         _reach(connection, address, seconds)
-        prepare(connection)
         prove(connection, key, accepting=False, seconds=seconds)
+    except OSError as error:
+        connection.close()
+        raise _naming(address, error) from error
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _naming(address: str | tuple[str, int], error: OSError) -> OSError:
+    """The error with the address in its words. What the kernel gave up is no deadline of ours."""
+    where = f"@{address[1:]}" if isinstance(address, str) else f"{address[0]}:{address[1]}"
+    words = f"{where}: {error.strerror or error}"
+    if error.errno is None:
+        return type(error)(words)
+    kind = ConnectionError if error.errno == errno.ETIMEDOUT else type(error)
+    return kind(error.errno, words)
 
 
 def _reach(connection: socket.socket, address: str | tuple[str, int], seconds: float) -> None:
