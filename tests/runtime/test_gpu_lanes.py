@@ -18,7 +18,11 @@ from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Isolation
 from m2flow.runtime.driver.placing import gpus_beside
 from m2flow.runtime.driver.pool import LanePool, _clear_machine
+from m2flow.runtime.driver.processes import LaneProcesses
+from m2flow.runtime.driver.stalled import _LaneProcessAt, accounts_here
+from m2flow.runtime.lane import actor
 from m2flow.runtime.lane.exchange import SHARED_BYTES, Exchange
+from m2flow.runtime.lane.stacks import STACKS
 
 ray = pytest.importorskip("ray")
 
@@ -70,6 +74,29 @@ def test_lanes_that_share_a_gpu_see_the_same_one() -> None:
         assert pool.measure_links().costs.keys() == {"node"}, "torch sees no GPU"
     with pytest.raises(UserError, match="the lanes need 3 GPUs, the Ray cluster has 2 free"):
         LanePool((*GPU_LANES, LaneSpec(4, "gpu", gpu=2)), own)
+
+
+def test_a_lane_on_another_machine_has_its_folder_in_the_temporary_folder_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TMPDIR of the launcher, such as one of its job, need not be a folder there."""
+    monkeypatch.setattr(actor, "leave_the_end_to_the_parent", lambda: None)
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    processes = LaneProcesses.__new__(LaneProcesses)
+    processes.node, processes._folder = "here", "/tmp/of-the-job/m2flow-some"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    there = tmp_path / "m2flow-some"
+    for node, folder in (("here", Path(processes._folder)), ("there", there)):
+        told = processes._folder_on(node)
+        assert actor.LaneProcess(LaneSpec(0), 0, told, b"", None).folder == folder
+    there.mkdir()
+    stacks = there / STACKS.format(0)
+    stacks.touch()
+    monkeypatch.setattr(os, "kill", lambda *_: stacks.write_text("its stacks"))
+    assert "its stacks" in accounts_here(there.name, [_LaneProcessAt(0, 0, os.getpid())])[0]
+    _clear_machine(there.name)
+    assert not there.exists()
 
 
 def test_what_a_killed_lane_left_is_cleared(tmp_path: Path) -> None:

@@ -518,7 +518,7 @@ class LanePool:
             cleared = [
                 clear.options(
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-                ).remote(str(self._folder))
+                ).remote(self._folder.name)
                 for node in elsewhere
             ]
             ray.wait(cleared, num_returns=len(cleared), timeout=CLEAR_SECONDS)
@@ -545,6 +545,7 @@ def _all_answered(answers: Iterable[Future[MethodResult]]) -> bool:
 
 
 def _clear_machine(folder: str) -> None:
-    """What a killed lane has left on the machine where this runs."""
+    """Remove what a killed lane has left on the machine where this runs; `folder` as lanes there
+    are told of it."""
     sweep(f"{Path(folder).name}-")
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(Path(tempfile.gettempdir()) / folder, ignore_errors=True)

@@ -200,22 +200,27 @@ class LaneProcesses:
             spare = self.spares.take(lane, position, nodes[lane.node])
             shares_gpu = lane.id in beside
             options = options_of(lane, nodes[lane.node], self._isolated, shares_gpu=shares_gpu)
-            self.actors[lane.id] = spare or self._make(lane, position, options)
+            self.actors[lane.id] = spare or self._make(lane, position, nodes[lane.node], options)
         there = {lane.id for lane in lanes}
         visible = self._visible_gpus({x: owner for x, owner in beside.items() if x in there})
         return [self.actors[lane.id].ready.remote(visible.get(lane.id)) for lane in lanes]
 
-    def _make(self, lane: LaneSpec, position: int, options: Mapping[str, Any]) -> Any:
+    def _make(self, lane: LaneSpec, position: int, node: str, options: Mapping[str, Any]) -> Any:
         """A process for a lane, with Ray's options for it; of the template, where that can be."""
         if self._template is not None and any_process_does(lane):
             options = {**options, "runtime_env": {"py_executable": self._template.command}}
         made = self._lane_class.options(**options)
-        return made.remote(lane, position, self._folder, self._key, self._link, self.one_node)
+        folder = self._folder_on(node)
+        return made.remote(lane, position, folder, self._key, self._link, self.one_node)
+
+    def _folder_on(self, node: str) -> str:
+        """The pool's folder as lanes of a machine are told of it; TMPDIR is each machine's own."""
+        return self._folder if node == self.node else Path(self._folder).name
 
     def make_spare(self, lane: LaneSpec, node: str) -> Any:
         """A process that can be a lane later; `node` is Ray's id of its machine."""
         options = options_of(lane, node, {}, shares_gpu=False)
-        return self._make(lane, LAUNCHER, {**options, "num_cpus": 0})
+        return self._make(lane, LAUNCHER, node, {**options, "num_cpus": 0})
 
     def _start_together(self, nodes: Sequence[str]) -> list[Any]:
         """Start processes of several lanes; what will be the addresses of each one's."""
@@ -227,7 +232,7 @@ class LaneProcesses:
             options = options_of(lanes[0], nodes[lanes[0].node], {}, shares_gpu=False)
             actor = ray.remote(concurrency_groups=GROUPS, **options)(SharedProcess).remote(
                 [(first + n, lane) for n, lane in enumerate(lanes)],
-                self._folder,
+                self._folder_on(nodes[lanes[0].node]),
                 self._key,
                 self.one_node,
             )

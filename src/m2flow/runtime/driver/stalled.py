@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -58,7 +59,7 @@ def accounts(pool: LanePool) -> list[str]:
         (position,) = pool.positions([lane])
         one = _LaneProcessAt(lane, position, address.process_id)
         (here if pool.is_here(lane) else elsewhere.setdefault(address.node, [])).append(one)
-    asked = {node: _ask(node, str(pool.folder), lanes) for node, lanes in elsewhere.items()}
+    asked = {node: _ask(node, pool.folder.name, lanes) for node, lanes in elsewhere.items()}
     found |= accounts_here(str(pool.folder), here, pool.logs)
     deadline = time.monotonic() + ELSEWHERE_SECONDS
     for node, lanes in elsewhere.items():
@@ -95,11 +96,12 @@ def accounts_here(
     """Accounts of lanes of this machine, by lane.
 
     Args:
-        folder: of the pool's files here.
+        folder: of the pool's files here, as lanes here are told of it.
         lanes: which.
         logs: where Ray keeps what they print, if it is known.
     """
-    files = {one: Path(folder) / STACKS.format(one.position) for one in lanes}
+    there = Path(tempfile.gettempdir()) / folder
+    files = {one: there / STACKS.format(one.position) for one in lanes}
     before = {one: file.stat().st_size for one, file in files.items() if file.is_file()}
     for one in before:
         with suppress(ProcessLookupError):

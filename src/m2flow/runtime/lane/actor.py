@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,8 @@ class LaneProcess:
     Args:
         lane: what the lane is.
         position: its place among the lanes of its pool.
-        folder: name of the pool's folder in the temporary folder of each machine.
+        folder: the pool's, on the launcher's machine; on another one its name alone, in the
+            temporary folder there.
         key: the pool's secret.
         link: the one way that payloads are to take; None for the fastest.
         one_node: whether launcher and lanes are all on one machine; nothing listens to others then.
@@ -97,7 +99,7 @@ class LaneProcess:
     ) -> None:
         leave_the_end_to_the_parent()
         self.one_node, self.key, self.link, self.beside = one_node, key, link, beside
-        self.folder = Path(folder)
+        self.folder = Path(tempfile.gettempdir()) / folder
         self.become(lane, position)
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
