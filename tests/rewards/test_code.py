@@ -53,7 +53,15 @@ def test_a_program_must_pass_all_tests(completion: str, tests: Any, expected: fl
     assert reward(completion, {"answer": json.dumps(tests)}) == expected
 
 
-@pytest.mark.parametrize("tests", ["[]", "[1]", '{"inputs": ["1"], "outputs": []}', "3", "{}"])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "[]", "[1]", '{"inputs": ["1"], "outputs": []}', "3", "{}",
+        '{"fn_name": "add", "inputs": ["1"], "outputs": ["1"]}',
+        '{"inputs": [[1, 2]], "outputs": ["3"]}',
+        '{"inputs": ["1"], "outputs": [[3]]}',
+    ],
+)  # fmt: skip
 def test_tests_in_another_form_are_refused(tests: str) -> None:
     with pytest.raises(ValueError, match="neither statements nor inputs"):
         read_tests({"answer": tests})
@@ -86,6 +94,38 @@ def test_a_bad_row_and_a_program_that_hangs_cost_one_answer_each(
 def test_what_a_completion_has_for_a_program() -> None:
     assert program_in("no program") is None
     assert program_in("```PY  \nx = 1\n```") == "x = 1\n"
+    assert program_in("So: ```python\nx = 1```  \nDone") == "x = 1"
+
+
+THREE = "```python\nprint(3)\n```\n"
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "```text\n1 2\n```\n\n" + THREE,
+        THREE + "```bash\npython it.py\n```\n",
+        THREE + "It prints\n```\n3\n```\n",
+        "```\nprint(2)\n```\n" + THREE,
+        "1. So:\n   ```text\n   3\n   ```\n" + THREE,
+        "Call ```print```\n" + THREE,
+        THREE.replace("python", "python3"),
+        THREE.replace("python", "Python "),
+        "```text\n1 2\n```\n```\nprint(3)\n```\n",
+    ],
+)
+def test_other_blocks_of_a_completion_hide_no_program(completion: str) -> None:
+    """Where one of another tag came before, what stood between two blocks was the program."""
+    assert program_in(completion) == "print(3)\n"
+
+
+def test_a_fence_within_a_programs_line_does_not_end_it() -> None:
+    source = "parts = input().split('```')\nprint(len(parts))\n"
+    assert program_in(f"```python\n{source}```") == source
+
+
+def test_of_tests_that_are_read_numbers_are_texts() -> None:
+    assert read_tests({"tests": {"inputs": [3], "outputs": [1.5]}}) == [("3", "1.5")]
 
 
 def test_where_no_sandbox_can_be_made_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,15 @@
 """The reward of programs: a completion's Python, run in a sandbox against a row's tests.
 
-The program is what stands in the completion's last fenced block of Python. `row["tests"]`, or else
-`row["answer"]`, has its tests, as JSON text or as such, in one of two forms:
+The program is what stands in the completion's last fenced block that is tagged as Python, or else
+in its last one without a tag. `row["tests"]`, or else `row["answer"]`, has its tests, as JSON text
+or as such, in one of two forms:
 
     ["assert reverse('ab') == 'ba'", ...]               statements that follow the program
     {"inputs": ["3 4\\n", ...], "outputs": ["7\\n", ...]}  texts that it reads, and must write
 
-Written texts are the same if their lines are, apart from white space at the ends of lines and of
-the text. Statements run in the program's own process, which may tamper with what they compare
-(`__eq__`); texts are compared outside of it.
+A text may be given as a number. Written texts are the same if their lines are, apart from white
+space at the ends of lines and of the text. Statements run in the program's own process, which may
+tamper with what they compare (`__eq__`); texts are compared outside of it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from m2flow.rewards.sandbox import LIMITS, Limits, find_way, run_python
 
 Tests: TypeAlias = str | Sequence[tuple[str, str]]
 
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+PYTHON = ("python", "python3", "py")
+"""Tags of fenced blocks that hold a program."""
+
+_FENCED = re.compile(
+    r"```[^\n`]+```"  # within a line: no block
+    r"|```(?P<tag>[^\n`]*)\n(?P<inner>.*?)(?:^[ \t]*```|```[ \t]*$|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 @threaded
@@ -43,9 +51,15 @@ def code_reward(
 
 
 def program_in(completion: str) -> str | None:
-    """The last fenced block of Python in a completion, ended or not; None if there is none."""
-    blocks = _FENCED.findall(completion)
-    return blocks[-1] if blocks else None
+    """The last fenced block of a completion that is tagged as Python, ended or not.
+
+    Without one it is the last block that has no tag; None if there is none either.
+    """
+    blocks = [(found["tag"].strip().lower(), found["inner"])
+              for found in _FENCED.finditer(completion) if found["tag"] is not None]  # fmt: skip
+    tagged = [inner for tag, inner in blocks if tag in PYTHON]
+    untagged = [inner for tag, inner in blocks if not tag]
+    return next(reversed(tagged or untagged), None)
 
 
 def passes(source: str, tests: Tests, limits: Limits = LIMITS) -> bool:
@@ -79,7 +93,12 @@ def read_tests(row: Mapping[str, Any]) -> Tests:
     if isinstance(tests, str):
         tests = json.loads(tests)
     match tests:
-        case {"inputs": [*inputs], "outputs": [*outputs]} if inputs and len(inputs) == len(outputs):
+        case {"inputs": [*inputs], "outputs": [*outputs], **others} if (
+            inputs
+            and len(inputs) == len(outputs)
+            and not others  # such as the name of a function that is to be called
+            and all(isinstance(one, str | int | float) for one in (*inputs, *outputs))
+        ):
             return [(str(read), str(wanted)) for read, wanted in zip(inputs, outputs, strict=True)]
         case [*statements] if statements and all(isinstance(one, str) for one in statements):
             return "\n".join(statements)
