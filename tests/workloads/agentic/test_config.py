@@ -61,6 +61,8 @@ def test_what_is_wrong_is_said_in_one_line(override: str, said: str, tmp_path: P
 @pytest.mark.parametrize(
     ("section", "key"),
     [({"episode": {"dialect": "tags"}}, "episode.dialect"),
+     ({"episode": {"call": ("<a>", "</a>")}}, "episode.call"),
+     ({"episode": {"result": ("<b>", "</b>")}}, "episode.result"),
      ({"data": {"system_prompt": "Be brief."}}, "data.system_prompt")],
 )  # fmt: skip
 def test_what_an_agent_does_itself_is_refused(

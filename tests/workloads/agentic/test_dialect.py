@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from m2flow.errors import UserError
 from m2flow.models.tokenizer import byte_tokenizer
@@ -124,6 +127,53 @@ def test_a_call_may_be_closed_by_several_tokens() -> None:
     assert tags.calls(ids_of("<s>1</s> and what its last token brought along")) == [
         ToolCall("calculator", "1")
     ]
+
+
+def merging_tokenizer(left: str, right: str) -> Any:
+    """A tokenizer of bytes, and of one token of two bytes, 256."""
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
+    made = Tokenizer(models.BPE(vocabulary | {left + right: 256}, [(left, right)]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+
+
+@pytest.mark.parametrize("merge", [(")", "]"), ("]", "\u010a")])  # which stands for a line's end
+def test_a_call_is_closed_within_a_token_that_has_more(merge: tuple[str, str]) -> None:
+    """Only the token of the closing text alone had ended a turn."""
+    tokenizer = merging_tokenizer(*merge)
+    tags = dialect_of(tokenizer, EpisodeSection(), ["calculator"])
+    assert tags.closing_strings == ("]",)
+    turn = tokenizer("[(1+2)]\n", add_special_tokens=False)["input_ids"]
+    assert 256 in turn
+    assert tags.calls(turn) == [ToolCall("calculator", "(1+2)")]
+
+
+def test_a_special_token_alone_closes_a_call_if_it_is_the_closing_text() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = False
+    section = EpisodeSection(dialect="tags", call=("[", "<pad>"))
+    tags = dialect_of(tokenizer, section, ["calculator"])
+    assert (tags.stop_ids, tags.closing_strings) == ((257,), ())
+    assert tags.calls([*ids_of("[1+2"), 257]) == [ToolCall("calculator", "1+2")]
+    assert tags.calls([*ids_of("[1+2<pad>"), 256]) == []
+
+
+@pytest.mark.parametrize("key", ["call", "result"])
+def test_texts_of_tags_are_refused_where_calls_are_json(key: str) -> None:
+    """They were passed over."""
+    said = rf"episode\.{key}: chat has no use for it.*set episode\.dialect to tags"
+    texts: dict[str, Any] = {key: ("<s>", "</s>")}
+    with pytest.raises(ValueError, match=said):
+        EpisodeSection(dialect="chat", **texts)
+    with pytest.raises(UserError, match=said):
+        dialect_of(chat_tokenizer(), EpisodeSection(**texts), ["calculator"])
+    dialect_of(chat_tokenizer(), EpisodeSection(dialect="tags", **texts), ["calculator"])
+
+
+def test_a_turn_that_a_text_has_ended_gets_its_end_token(chat: ChatDialect) -> None:
+    assert chat.end_ids(ids_of("</tool_call>")) == [256]
+    assert chat.end_ids([*ids_of("</tool_call>"), 256]) == []
 
 
 SILENT = (

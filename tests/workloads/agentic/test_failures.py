@@ -83,15 +83,10 @@ def test_the_run_goes_on_without_them(tiny_recipe: MakeRecipe, warmed: ModelSour
     assert 2 <= failed < 48
 
 
-def test_real_processes_that_die_or_hang_cost_their_trajectories(
-    tiny_recipe: MakeRecipe, warmed: ModelSource
-) -> None:
-    pytest.importorskip("mcp", reason="needs the extra mcp")
-    calls = ["[2*7]", "[2*8]", "[2*9]", "[2*6]", "[2/0]", "#12"]
-    episode = tiny_recipe().episode.model_copy(update={"tool_deadline_seconds": 5.0})
-    user = ToolUser(warmed, episode, ["shaky"], [SHAKY_SERVER])
+def called(user: ToolUser, texts: list[str]) -> Batch:
+    """Trajectories behind a first turn each, with what the tools answered to it."""
     user.load(Place())
-    tokenizer = warmed.tokenizer()
+    tokenizer = user.model.tokenizer()
     drawn = [
         Completion(
             item,
@@ -101,12 +96,55 @@ def test_real_processes_that_die_or_hang_cost_their_trajectories(
             0,
             "stop",
         )
-        for item, text in enumerate(calls)
+        for item, text in enumerate(texts)
     ]
-    prompts = Batch({"seed": list(range(6))})
+    prompts = Batch({"seed": list(range(len(texts)))})
     episodes = begin_episodes(prompts, samples_per_prompt=1, greedy=False)
-    found = user.call(with_turns(episodes, drawn))
+    found: Batch = user.call(with_turns(episodes, drawn))
     user.close()
+    return found
+
+
+def test_calls_of_a_turn_that_ends_its_trajectory_are_counted(
+    tiny_recipe: MakeRecipe, warmed: ModelSource
+) -> None:
+    """They had run, and figures did not say so."""
+    episode = tiny_recipe(episode={"max_tokens": 10}).episode
+    shaky_tool = ToolPart(tool=f"{__name__}:shaky")
+    user = ToolUser(warmed, episode, ["shaky"], [shaky_tool])
+    found = called(user, ["[2*7]", "[20*6]", "[2/0]", "[2*6]"])
+    assert found["finish_reason"] == ["tool", "length", "length", "stop"]
+    (failed,), (long,), (wrong,), _ = found["turns"]
+    assert [turn.tools for turn in (failed, long, wrong)] == [("shaky",)] * 3
+    assert [turn.errors for turn in (failed, long, wrong)] == [0, 0, 1]
+    assert min(turn.seconds for turn in (failed, long, wrong)) > 0
+    assert [turn.result_end for turn in (failed, long)] == [5, 6]
+
+
+def test_behind_a_turn_that_a_text_has_ended_comes_the_end_token(
+    tiny_recipe: MakeRecipe, chat_folder: Path
+) -> None:
+    """A chat template writes it before a tool's answer; `generation.stop` had left it out."""
+    episode = tiny_recipe(episode={"max_tokens": 200}).episode
+    user = ToolUser(
+        ModelSource(str(chat_folder)), episode, ["calculator"], [ToolPart(tool="calculator")]
+    )
+    call = '<tool_call>{"name": "calculator", "arguments": {"formula": "2*6"}}</tool_call>'
+    found = called(user, [call])
+    tokenizer = user.model.tokenizer()
+    text = tokenizer.decode(found["completion_ids"][0])
+    assert text == f"{call}<eos>(answer)12(end)(assistant)"
+    assert found["loss_mask"][0].sum() == len(call)
+
+
+def test_real_processes_that_die_or_hang_cost_their_trajectories(
+    tiny_recipe: MakeRecipe, warmed: ModelSource
+) -> None:
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+    calls = ["[2*7]", "[2*8]", "[2*9]", "[2*6]", "[2/0]", "#12"]
+    episode = tiny_recipe().episode.model_copy(update={"tool_deadline_seconds": 5.0})
+    tokenizer = warmed.tokenizer()
+    found = called(ToolUser(warmed, episode, ["shaky"], [SHAKY_SERVER]), calls)
     died, hung, *others = found["tool_failure"]
     assert died.startswith("tool shaky: ")
     assert hung.startswith("tool shaky: no answer in time")

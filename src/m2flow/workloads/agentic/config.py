@@ -11,7 +11,13 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from m2flow.errors import UserError
 from m2flow.tools.registry import check_name
-from m2flow.workloads.common.recipe import Count, Options, Positive, Section
+from m2flow.workloads.common.recipe import (
+    Count,
+    Options,
+    Positive,
+    Section,
+    refuse_keys_of_others,
+)
 from m2flow.workloads.reasoning import config as reasoning
 from m2flow.workloads.reasoning.algorithm_section import OF_GROUPS
 from m2flow.workloads.reasoning.data_section import DataSection
@@ -67,6 +73,10 @@ SMALL_TASKS = ("arithmetic", "lookup")
 """Tasks that come with m2flow, for tiny models."""
 
 
+KEYS_OF_DIALECTS = {"call": ("tags",), "result": ("tags",)}
+"""Keys of `episode` to the dialects that read them."""
+
+
 class EpisodeSection(Section):
     """A trajectory: turns of the model, and between them what tools answered.
 
@@ -90,6 +100,12 @@ class EpisodeSection(Section):
     call: Brackets = ("[", "]")
     result: Brackets = ("{", "}")
     credit: Literal["trajectory", "turn"] = "trajectory"
+
+    @model_validator(mode="after")
+    def _keys_are_read(self) -> EpisodeSection:
+        if self.dialect != "auto":  # which the tokenizer decides
+            refuse_keys_of_others(self, "episode.dialect", KEYS_OF_DIALECTS)
+        return self
 
 
 class AgenticDataSection(DataSection):
@@ -166,6 +182,7 @@ class AgenticRecipe(reasoning.ReasoningRecipe):
 
     def _refuse_keys_of_own_tools(self) -> None:
         """Refuse what an agent of the user's decides itself."""
+        turns = "an agent's calls and answers are turns of a chat template"
         for key, value, expected, why in (
             (
                 "warmup.steps", self.warmup.steps or None, "0 where there is an agent",
@@ -173,8 +190,12 @@ class AgenticRecipe(reasoning.ReasoningRecipe):
             ),
             (
                 "episode.dialect", "tags" if self.episode.dialect == "tags" else None,
-                "chat where there is an agent",
-                "an agent's calls and answers are turns of a chat template",
+                "chat where there is an agent", turns,
+            ),
+            *(
+                (f"episode.{name}", value, "the default where there is an agent", turns)
+                for name in KEYS_OF_DIALECTS
+                if (value := getattr(self.episode, name)) != getattr(EpisodeSection(), name)
             ),
             (
                 "data.system_prompt", self.data.system_prompt, "none where there is an agent",

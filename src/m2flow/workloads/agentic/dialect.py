@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from m2flow.errors import UserError
 from m2flow.tools import ToolCall, ToolResult
-from m2flow.workloads.agentic.config import EpisodeSection
+from m2flow.workloads.agentic.config import KEYS_OF_DIALECTS, EpisodeSection
+from m2flow.workloads.common.recipe import refuse_keys_of_others
 
 CUT = " ...[cut]"
 """What stands at the end of an answer that was too long."""
@@ -39,6 +40,9 @@ class Dialect(Protocol):
             ids: the tokens of the turn, the one that ended it included.
         """
 
+    def end_ids(self, ids: Sequence[int]) -> list[int]:
+        """What ends a turn that calls something, where its own tokens leave that out."""
+
     def result_ids(self, answers: Sequence[ToolResult]) -> tuple[list[int], int]:
         """What follows a turn, up to where the model goes on; and how many answers were cut."""
 
@@ -61,12 +65,14 @@ def dialect_of(
         chat_options: variables of the chat template.
 
     Raises:
-        UserError: the tokenizer cannot write it.
+        UserError: the tokenizer cannot write it, or keys of another one are set.
     """
     name = episode.dialect
     if name == "auto":
         name = "chat" if getattr(tokenizer, "chat_template", None) else "tags"
     if name == "chat":
+        chosen = episode.model_copy(update={"dialect": "chat"})
+        refuse_keys_of_others(chosen, "episode.dialect", KEYS_OF_DIALECTS)
         return ChatDialect(tokenizer, episode.max_result_tokens, chat_options)
     return TagDialect(tokenizer, episode, tools)
 
@@ -107,15 +113,15 @@ class TagDialect:
         self._result = episode.result
         self._writer = _TokenWriter(tokenizer, episode.max_result_tokens)
         close = tuple(tokenizer.encode(self._close, add_special_tokens=False))
-        # A token may be a special one, which is no text; several may end in the midst of another.
         self.stop_ids: tuple[int, ...] = close if len(close) == 1 else ()
-        self.closing_strings: tuple[str, ...] = () if self.stop_ids else (self._close,)
+        # A special token is no text. Any other text may stand within a token that has more of it.
+        special = bool(self.stop_ids) and close[0] in _special_ids(tokenizer)
+        self.closing_strings: tuple[str, ...] = () if special else (self._close,)
 
     def calls(self, ids: Sequence[int]) -> list[ToolCall | ToolResult]:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        if self.stop_ids:
-            closed = bool(ids) and ids[-1] in self.stop_ids
-        else:
+        closed = bool(ids) and ids[-1] in self.stop_ids
+        if not closed and self.closing_strings:
             text, close, _ = text.partition(self._close)
             closed = bool(close)
         if not closed:
@@ -128,6 +134,9 @@ class TagDialect:
             return [ToolCall(self._tools[0], inner)]
         tool, _, argument = inner.partition(" ")
         return [ToolCall(tool, argument)]
+
+    def end_ids(self, ids: Sequence[int]) -> list[int]:
+        return []
 
     def result_ids(self, answers: Sequence[ToolResult]) -> tuple[list[int], int]:
         ids, num_cut = [], 0
@@ -171,6 +180,7 @@ class ChatDialect:
     ) -> None:
         self._tokenizer, self.options = tokenizer, dict(chat_options or {})
         self._writer = _TokenWriter(tokenizer, max_result_tokens)
+        self._ends = _special_ids(tokenizer)
         self._one = self._between(1)
         two = self._between(2)
         # Some templates put all answers to one turn into one turn of their own.
@@ -180,6 +190,10 @@ class ChatDialect:
     def calls(self, ids: Sequence[int]) -> list[ToolCall | ToolResult]:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return [_read(found) for found in self._CALL.findall(text)]
+
+    def end_ids(self, ids: Sequence[int]) -> list[int]:
+        # A text of `generation.stop` may have ended it. The template writes the end token then too.
+        return [] if ids[-1] in self._ends else [self._tokenizer.eos_token_id]
 
     def result_ids(self, answers: Sequence[ToolResult]) -> tuple[list[int], int]:
         before, after = self._one if len(answers) == 1 else self._two_ends
@@ -229,6 +243,12 @@ class ChatDialect:
     def _special(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    added = tokenizer.added_tokens_decoder.items()
+    named = {number for number, token in added if token.special}
+    return frozenset({tokenizer.eos_token_id, *named})
 
 
 def _read(text: str) -> ToolCall | ToolResult:

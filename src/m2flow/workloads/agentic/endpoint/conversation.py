@@ -120,13 +120,14 @@ class Conversation:
             self.reason = "turns"
             raise RefusedRequest(f"episode.max_turns = {self._episode.max_turns} are used up")
         added = self._added(messages[count:])
+        self.turns[-1] = replace(self.turns[-1], tools=self._calls)
         if len(self.ids) + len(added) >= self._episode.max_tokens:
             self.reason = "length"
             raise RefusedRequest(f"episode.max_tokens = {self._episode.max_tokens} are used up")
         self.ids += added
         self.mask += [False] * len(added)
         self.logprobs += [0.0] * len(added)
-        self.turns[-1] = replace(self.turns[-1], tools=self._calls, result_end=len(self.ids))
+        self.turns[-1] = replace(self.turns[-1], result_end=len(self.ids))
 
     def _added(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens of new messages, behind the last turn's end token."""

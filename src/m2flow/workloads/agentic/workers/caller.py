@@ -81,22 +81,23 @@ class Caller(Worker):
             last, more = turns[row][-1], list[int]()
             if answers and len(turns[row]) == self.episode.max_turns:
                 reasons[row] = "turns"
-            elif failures[row]:
-                reasons[row] = "tool"
             elif answers:
-                more, num_cut = self.dialect.result_ids(answers)
-                if last.end + len(more) >= self.episode.max_tokens:
-                    more, reasons[row] = [], "length"
+                last = replace(
+                    last,
+                    tools=tuple(call.tool for call in calls if isinstance(call, ToolCall)),
+                    malformed=sum(isinstance(call, ToolResult) for call in calls),
+                    errors=sum(one.error for one in answers),
+                    seconds=sum(one.seconds for one in answers),
+                )
+                if failures[row]:
+                    reasons[row] = "tool"
                 else:
-                    turns[row][-1] = replace(
-                        last,
-                        tools=tuple(call.tool for call in calls if isinstance(call, ToolCall)),
-                        malformed=sum(isinstance(call, ToolResult) for call in calls),
-                        errors=sum(one.error for one in answers),
-                        cut=num_cut,
-                        seconds=sum(one.seconds for one in answers),
-                        result_end=last.end + len(more),
-                    )
+                    told, num_cut = self.dialect.result_ids(answers)
+                    more = self.dialect.end_ids(ids[row]) + told
+                    if last.end + len(more) >= self.episode.max_tokens:
+                        more, reasons[row] = [], "length"
+                    last = replace(last, cut=num_cut, result_end=last.end + len(more))
+                turns[row][-1] = last
             rows.append(more)
         logprobs = episodes["behaviour_logprobs"].values
         grown = appended(
