@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +14,18 @@ import torch
 
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch, Place
+from m2flow.generation.records import Completion
 from m2flow.models.causal_lm import load_model
 from m2flow.runtime.driver.launch import launch
-from m2flow.workloads.agentic.config import AgenticRecipe
+from m2flow.workloads.agentic.config import AgenticRecipe, EpisodeSection
+from m2flow.workloads.agentic.dialect import ChatDialect
+from m2flow.workloads.agentic.endpoint import server as endpoint
+from m2flow.workloads.agentic.endpoint.conversation import Conversation, RefusedRequest
 from m2flow.workloads.agentic.episodes import begin_episodes
 from m2flow.workloads.agentic.experiment import AgenticExperiment
 from m2flow.workloads.reasoning.workers import ModelSource
 from tests.workloads.agentic import some_agents
+from tests.workloads.agentic.conftest import chat_tokenizer
 from tests.workloads.agentic.test_record import rolled_out
 
 MakeRecipe = Any
@@ -286,3 +293,95 @@ def test_an_engine_that_breaks_its_word_is_named(
     with pytest.raises(RunFailed, match=rf"item \d+ {length} tokens; it was asked for 1 to 90$"):
         list(generator.host(problems)) if by_agents else generator.turn(episodes)
     assert not generator.engine.busy, "what had begun was dropped"
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def conversation() -> Conversation:
+    tokenizer = chat_tokenizer()
+    return Conversation(
+        tokenizer, ChatDialect(tokenizer, 100), EpisodeSection(), item=0, seed=0, stop_ids=[256]
+    )
+
+
+def said(text: str) -> Completion:
+    ids = torch.tensor([*chat_tokenizer()(text)["input_ids"], 256])
+    return Completion(0, ids, torch.full((len(ids),), -1.0), torch.zeros_like(ids), 0, "stop")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "same"),
+    [
+        ('{"word":"\u00e9t\u00e9","times":1}', True),
+        ('{ "times": 1, "word": "\\u00e9t\u00e9" }', True),
+        ('{"word": "\u00e9t\u00e9", "times": 2}', False),
+        ('{"word": "\u00e9t\u00e9", "times": true}', False),
+        ("no JSON", False),
+        ({"word": "\u00e9t\u00e9", "times": 1}, False),
+    ],
+)
+def test_arguments_of_a_call_may_be_written_anew(arguments: Any, same: bool) -> None:
+    """Frameworks read them and write them with other spaces, other escapes, another order."""
+    talk = conversation()
+    talk.extend(HELLO, [])
+    told = '{"name": "f", "arguments": {"word": "\u00e9t\u00e9", "times": 1}}'
+    reply = talk.take(said(f"<tool_call>{told}</tool_call>"))
+    (call,) = reply["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"word": "\u00e9t\u00e9", "times": 1}
+    call = {**call, "function": {**call["function"], "arguments": arguments}}
+    answer = {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
+    again = [*HELLO, {**reply, "tool_calls": [call]}, answer]
+    if same:
+        assert talk.extend(again, []) is None
+    else:
+        with pytest.raises(RefusedRequest, match="each trajectory is one conversation"):
+            talk.extend(again, [])
+
+
+def test_a_trajectory_that_was_handed_on_takes_nothing_more() -> None:
+    """A reply that was drawn too late would have grown it while its columns are read."""
+    talk = conversation()
+    talk.extend(HELLO, [])
+    talk.close()
+    with pytest.raises(RefusedRequest, match="has ended"):
+        talk.take(said("late"))
+    with pytest.raises(RefusedRequest, match="has ended"):
+        talk.extend(HELLO, [])
+    assert (talk.ids, talk.mask, talk.logprobs, talk.turns) == ([], [], [], [])
+
+
+def test_a_request_that_comes_again_while_it_is_drawn_gets_its_reply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that waits no longer and asks once more had been refused for good."""
+    begun, go, replies = threading.Event(), threading.Event(), list[Any]()
+
+    def draw(talk: Conversation, limit: int | None) -> Completion:
+        assert not begun.is_set(), "it is drawn once"
+        begun.set()
+        assert go.wait(60)
+        return said("hi")
+
+    server = endpoint.ConversationServer(draw, {})
+    key = server.open(conversation())
+    first = threading.Thread(target=lambda: replies.append(server.complete(key, asked)))
+    asked = {"messages": HELLO}
+    first.start()
+    try:
+        assert begun.wait(60)
+        with pytest.raises(RefusedRequest, match="one request at a time"):
+            server.complete(key, {"messages": HELLO * 2})
+        here = some_agents.Endpoint(server.base_url, key)
+        with monkeypatch.context() as patched:
+            patched.setattr(endpoint, "AGAIN_SECONDS", 0.01)
+            assert some_agents.ask(here, **asked)[0] == 409
+        threading.Timer(0.1, go.set).start()
+        status, again = some_agents.ask(here, **asked)
+        first.join(60)
+    finally:
+        go.set()
+        server.close()
+    assert status == 200
+    assert again["choices"] == replies[0]["choices"]
+    assert again["choices"][0]["message"]["content"] == "hi"

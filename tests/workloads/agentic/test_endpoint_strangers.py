@@ -14,7 +14,7 @@ from m2flow.workloads.agentic.endpoint import server as endpoint
 from m2flow.workloads.agentic.endpoint.server import MAX_BYTES, ConversationServer
 from tests.runtime.transport.strangers import SOON, check_nobody_waits
 
-SAMPLING = {"temperature": 1.0}
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 BODY = json.dumps({"temperature": 0.3}).encode()
 """Is read, and refused for what it says."""
 
@@ -123,3 +123,40 @@ def test_a_request_of_another_form_is_told_so(
     sent = json.dumps(body).encode()
     status, message = told(server, key, str(len(sent)), sent, ends=False)
     assert (status, "must be a list of objects" in message) == (400, True)
+
+
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"frequency_penalty": 0.5}, {"presence_penalty": -1}, {"logprobs": True},
+        {"top_logprobs": 3}, {"response_format": {"type": "json_object"}}, {"top_k": 20},
+        {"min_p": 0.1}, {"tool_choice": "required", "tools": [FUNCTION]},
+    ],
+)  # fmt: skip
+def test_what_would_draw_otherwise_is_refused(
+    server: ConversationServer, key: str, asked: dict[str, Any]
+) -> None:
+    """It had been passed over."""
+    sent = json.dumps({"messages": [], **asked}).encode()
+    status, message = told(server, key, str(len(sent)), sent, ends=False)
+    assert (status, message.startswith(next(iter(asked)))) == (400, True)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"frequency_penalty": 0.0, "presence_penalty": 0, "logprobs": False, "top_logprobs": None},
+        {"response_format": {"type": "text"}, "n": 1, "stop": None, "logit_bias": {}},
+        {"tool_choice": "auto", "tools": [FUNCTION], "parallel_tool_calls": True},
+        {"tool_choice": None, "tools": [FUNCTION]},
+        {"tool_choice": "none"},
+        {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0},
+    ],
+)
+def test_what_frameworks_say_without_a_wish_is_no_mistake(
+    server: ConversationServer, asked: dict[str, Any]
+) -> None:
+    assert server._checked(asked) is None

@@ -8,6 +8,7 @@ stays what the policy saw, token for token. A request that says it otherwise is 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ class RefusedRequest(Exception):
 
 
 class Conversation:
-    """The record of one trajectory.
+    """The record of one trajectory, which grows in threads of the server until it is closed.
 
     Args:
         tokenizer: the model's.
@@ -62,6 +63,13 @@ class Conversation:
         self._tools: Any = None
         self._reply: dict[str, Any] | None = None
         self._calls: tuple[str, ...] = ()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Take in nothing more: the record stays as it is now."""
+        with self._lock:
+            self._closed = True
 
     def extend(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
@@ -72,8 +80,20 @@ class Conversation:
             the reply that was given already, where the request is the last one again; else None.
 
         Raises:
-            RefusedRequest: it rewrites the conversation, or the limits are reached.
+            RefusedRequest: it rewrites the conversation, the limits are reached, or the
+                conversation is closed.
         """
+        with self._lock:
+            self._check_open()
+            return self._extended(messages, tools)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RefusedRequest("the trajectory has ended")
+
+    def _extended(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any] | None:
         said = [_canonical(message) for message in messages]
         if not said:
             raise RefusedRequest("messages are missing")
@@ -148,7 +168,15 @@ class Conversation:
 
         Args:
             drawn: the `Completion`.
+
+        Raises:
+            RefusedRequest: the conversation is closed.
         """
+        with self._lock:
+            self._check_open()
+            return self._with_turn(drawn)
+
+    def _with_turn(self, drawn: Any) -> dict[str, Any]:
         ids, begin = drawn.token_ids.tolist(), len(self.ids)
         self.ids += ids
         self.mask += [True] * len(ids)
@@ -207,8 +235,16 @@ def _canonical(message: Mapping[str, Any]) -> Any:
         raise RefusedRequest("a message must be an object")
     calls = message.get("tool_calls") or ()
     try:
-        told = [(call["id"], call["function"]["name"], call["function"]["arguments"])
+        told = [(call["id"], call["function"]["name"], _parsed(call["function"]["arguments"]))
                 for call in calls]  # fmt: skip
     except (KeyError, TypeError):
         raise RefusedRequest("tool_calls must have id, function.name and arguments") from None
     return message.get("role"), _text(message.get("content")), told, message.get("tool_call_id")
+
+
+def _parsed(arguments: Any) -> Any:
+    """Arguments of a call, the same text for the same JSON: some frameworks write it anew."""
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return arguments

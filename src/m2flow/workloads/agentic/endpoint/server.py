@@ -21,6 +21,21 @@ from m2flow.workloads.agentic.endpoint.conversation import Conversation, Refused
 MAX_BYTES = 16 << 20
 """Of a request."""
 
+AGAIN_SECONDS = 60.0
+"""How long a request that comes again waits for the reply to the first one, which goes on."""
+
+NEUTRAL: tuple[tuple[str, Any], ...] = (
+    ("n", 1),
+    ("stop", None),
+    ("logit_bias", None),
+    ("frequency_penalty", 0),
+    ("presence_penalty", 0),
+    ("response_format", {"type": "text"}),
+    ("logprobs", False),
+    ("top_logprobs", 0),
+)
+"""What requests may say of what is not served: that they do not ask for it."""
+
 NO_SUCH_KEY = "no conversation has this key"
 
 MODEL = "policy"
@@ -28,6 +43,10 @@ MODEL = "policy"
 
 Draw = Callable[[Conversation, int | None], Any]
 """Draws a conversation's next turn, of so many tokens at most, and waits for it."""
+
+
+class StillDrawn(Exception):
+    """A request has come again whose reply is being drawn; its client is to ask later."""
 
 
 class UnknownKey(Exception):
@@ -45,8 +64,9 @@ class ConversationServer:
     def __init__(self, draw: Draw, sampling: Mapping[str, float]) -> None:
         self._draw, self._sampling = draw, dict(sampling)
         self._conversations: dict[str, Conversation] = {}
-        self._busy: set[str] = set()
+        self._busy: dict[str, Any] = {}  # what is asked
         self._lock = threading.Lock()
+        self._answered = threading.Condition(self._lock)
         handler = type("Handler", (_ConversationHandler,), {"owner": self})
         self._http = _HTTP(("127.0.0.1", 0), handler)
         threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
@@ -84,34 +104,41 @@ class ConversationServer:
         Raises:
             UnknownKey: nobody has this key.
             RefusedRequest: it cannot be answered.
+            StillDrawn: the same request came before, and is not answered yet.
         """
         limit = self._checked(asked)
         messages, tools = _objects(asked, "messages"), _objects(asked, "tools")
         with self._lock:
+            if self._busy.get(key, (messages, tools)) != (messages, tools):
+                raise RefusedRequest("one request at a time: the last one is not answered yet")
+            if not self._answered.wait_for(lambda: key not in self._busy, timeout=AGAIN_SECONDS):
+                raise StillDrawn("the reply to this request is still being drawn")
             conversation = self._conversations.get(key)
             if conversation is None:
                 raise UnknownKey(NO_SUCH_KEY)
-            if key in self._busy:
-                raise RefusedRequest("one request at a time: the last one is not answered yet")
-            self._busy.add(key)
+            self._busy[key] = messages, tools
         try:
             message = conversation.extend(messages, tools)
             if message is None:
                 message = conversation.take(self._draw(conversation, limit))
         finally:
             with self._lock:
-                self._busy.discard(key)
+                del self._busy[key]
+                self._answered.notify_all()
         return _completion(conversation, message)
 
     def _checked(self, asked: Mapping[str, Any]) -> int | None:
         """The longest reply that a request asks for."""
         for name, ours in self._sampling.items():
             theirs = asked.get(name)
+            if name == "top_k" and theirs == -1:  # which stands for all tokens in vLLM
+                theirs = 0
             if theirs is not None and theirs != ours:
                 raise RefusedRequest(
                     f"{name} is {ours} in the recipe, which training relies on, and not {theirs}"
                 )
-        for name, plain in (("n", 1), ("stop", None), ("logit_bias", None)):
+        choice = [("tool_choice", "auto")] if asked.get("tools") else []
+        for name, plain in (*NEUTRAL, *choice):
             if asked.get(name) not in (None, plain, {}, []):
                 raise RefusedRequest(f"{name} = {asked[name]!r} is not served")
         limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
@@ -214,6 +241,8 @@ class _ConversationHandler(BaseHTTPRequestHandler):
             self._refuse(400, "the request is no JSON")
         except RefusedRequest as error:
             self._refuse(400, str(error))
+        except StillDrawn as error:  # clients ask again, where they are told so by this status
+            self._refuse(409, str(error))
         except TimeoutError as error:  # whoever draws has gone
             self._refuse(503, str(error))
         return None

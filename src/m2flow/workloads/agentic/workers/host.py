@@ -97,9 +97,10 @@ class Hosting:
         self._engine = host.engine
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # The recipe's own in an evaluation too, which is greedy whatever an agent asks.
-        self._server = ConversationServer(
-            self._draw, {"temperature": host.temperature, "top_p": host.top_p}
-        )
+        sampling = {
+            name: getattr(host, name) for name in ("temperature", "top_p", "top_k", "min_p")
+        }
+        self._server = ConversationServer(self._draw, sampling)
         limits = host.agent.concurrency, host.agent.deadline_seconds
         self._agents = Agents(host._function, *limits, self._events)
         self._waiting: dict[int, tuple[Future[Any], int]] = {}  # and the most tokens
@@ -194,6 +195,7 @@ class Hosting:
                 continue
             episodes, row, record, key, _ = self.running.pop(item)
             self._server.forget(key)
+            record.close()
             if (asked := self._waiting.pop(item, None)) is not None:
                 self._engine.abort([item])
                 asked[0].set_exception(TimeoutError("the run goes on without this agent"))
