@@ -381,3 +381,12 @@ def test_a_row_of_choices_without_a_question_is_a_bad_row(tmp_path: Path) -> Non
         path = write(tmp_path, json.dumps(good), json.dumps(bad))
         with pytest.raises(UserError, match=r"rows\.jsonl:2: 'Question' is not a text"):
             read_problems(path)
+
+
+def test_a_path_may_begin_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a recipe names passed the check of files, and was not found then."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = write(tmp_path, GOOD)
+    assert read_problems(f"~/{path.name}") == read_problems(path)

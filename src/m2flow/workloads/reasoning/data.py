@@ -71,7 +71,7 @@ def read_problems(
         UserError: no such file, nothing in it, a missing column, or a bad row, with file and line.
     """
     check_template(template)
-    path = Path(path)
+    path = Path(path).expanduser()
     problems: list[Problem] = []
     columns: tuple[str, str] | None = None
     sought = (("question", question, QUESTION_COLUMNS), ("answer", answer, ANSWER_COLUMNS))
