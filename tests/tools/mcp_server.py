@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
+from typing import Any
 
+from mcp.server.lowlevel import Server
 from mcp.server.mcpserver import MCPServer
+from mcp.server.stdio import stdio_server
 from mcp.shared.exceptions import MCPError
-from mcp.types import INVALID_PARAMS
+from mcp.types import INVALID_PARAMS, ListToolsResult, PaginatedRequestParams
 
 from m2flow.tools.calculator import calculate
 
@@ -65,7 +69,24 @@ def shaky(formula: str) -> str:
     return calculate(formula)
 
 
+async def tell_pages(ends: bool) -> None:
+    """Serve the list of tools, two a page; one that does not end has them over and over."""
+
+    async def page(_: Any, params: PaginatedRequestParams | None) -> ListToolsResult:
+        tools, begin = await server.list_tools(), int((params and params.cursor) or 0)
+        more = begin + 2 < len(tools)
+        cursor = str(begin + 2) if more else None if ends else "0"
+        return ListToolsResult(tools=tools[begin : begin + 2], next_cursor=cursor)
+
+    paged = Server("pages", on_list_tools=page)
+    async with stdio_server() as (read, write):
+        await paged.run(read, write, paged.create_initialization_options())
+
+
 if __name__ == "__main__":
+    if "pages" in sys.argv or "endless" in sys.argv:
+        asyncio.run(tell_pages("pages" in sys.argv))
+        sys.exit()
     if "broken" in sys.argv:
         sys.exit("no configuration found")
     server.run("stdio")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from m2flow.errors import UserError
-from m2flow.tools import Toolbox, ToolCall, make_tools
+from m2flow.tools import Toolbox, ToolCall, make_tools, mcp
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
@@ -71,6 +71,19 @@ def test_a_variable_without_a_value_is_that_of_the_environment(
     box = Toolbox(make_tools([("mcp", {"command": SERVER, "env": {"PYTHONPATH": None}})]))
     assert box.carry_out([ToolCall("reverse", "ab")])[0].text == "ba"
     box.close()
+
+
+def test_all_pages_of_a_list_of_tools_are_read(
+    toolbox: Toolbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tools of the first page alone were there."""
+    box = Toolbox(make_tools([("mcp", {"command": [*SERVER, "pages"], "env": ENVIRONMENT})]))
+    box.close()
+    assert list(box.tools) == list(toolbox.tools)
+    assert len(box.tools) == 7
+    monkeypatch.setattr(mcp, "MAX_PAGES", 9)
+    with pytest.raises(UserError, match="does not start: its list of tools has more than 9 pages"):
+        make_tools([("mcp", {"command": [*SERVER, "endless"], "env": ENVIRONMENT})])
 
 
 @pytest.mark.parametrize(

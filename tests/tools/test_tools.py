@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.errors import UserError
-from m2flow.tools import Toolbox, ToolCall, ToolError, make_tools
+from m2flow.rewards.sandbox import Limits, ProgramOutcome
+from m2flow.tools import Toolbox, ToolCall, ToolError, make_tools, python
 from m2flow.tools.bm25 import BM25, terms_of
 from m2flow.tools.calculator import calculate
 from m2flow.tools.function import FunctionTool
@@ -138,6 +139,38 @@ def test_programs_run_in_the_sandbox() -> None:
         python.call({"code": "while True: pass"}, 1.0)
     with pytest.raises(ToolError, match="wrote more than"):
         python.call({"code": "print('x' * 10**7)"}, 20.0)
+
+
+@pytest.mark.parametrize(("seconds", "cpu_seconds"), [(1.0, 10), (10.0, 10), (100.0, 90)])
+def test_a_programs_processor_time_is_that_of_its_deadline(
+    seconds: float, cpu_seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer deadline did not hold: after ten seconds of computing a program was ended."""
+    seen = []
+
+    def run(source: str, *, limits: Limits) -> ProgramOutcome:
+        seen.append((limits.seconds, limits.cpu_seconds))
+        return ProgramOutcome("", "", 0)
+
+    monkeypatch.setattr(python, "run_python", run)
+    PythonTool().call({"code": "pass"}, seconds)
+    assert seen == [(0.9 * seconds, cpu_seconds)]
+
+
+def test_arguments_that_are_no_text_are_the_callers_mistake() -> None:
+    """JSON can spell half of a surrogate pair; it had counted as the tool's own failure."""
+
+    def write(text: str) -> str:
+        return str(text.encode())
+
+    box = Toolbox([FunctionTool(write)])
+    found = box.carry_out(
+        [ToolCall("write", json.loads(r'{"text": "a\ud83d"}')), ToolCall("write", {"\udc00": "a"}),
+         ToolCall("write", "\ud83d"), ToolCall("write", "\U0001f600")]
+    )  # fmt: skip
+    assert not any(one.failure for one in found)
+    assert [one.error for one in found] == [True, True, True, False]
+    assert "cannot be written in UTF-8" in found[0].text
 
 
 def test_a_function_is_a_tool() -> None:

@@ -24,6 +24,9 @@ from m2flow.tools.tool import ToolError, ToolFailed
 START_SECONDS = 30.0
 """Longest that a server may take to say which tools it has."""
 
+MAX_PAGES = 1000
+"""Of a server's list of tools."""
+
 END_SECONDS = 5.0
 """Longest that is waited for processes to be gone."""
 
@@ -258,7 +261,7 @@ class _ServerProcess:
                 ):
                     async with asyncio.timeout(START_SECONDS):
                         await session.initialize()
-                        self.listed = (await session.list_tools()).tools
+                        self.listed = await _listed(session)
                     self.started.set_result(None)
                     while (asked := await self._asked.get()) is not None:
                         tool, arguments, seconds, answer = asked
@@ -277,6 +280,21 @@ class _ServerProcess:
                         waiting.set_exception(why)
             finally:
                 self.ended.set()
+
+
+async def _listed(session: Any) -> list[Any]:
+    """All tools of a server, which may tell them page by page."""
+    from mcp.types import PaginatedRequestParams
+
+    page = await session.list_tools()
+    found = list(page.tools)
+    for _ in range(MAX_PAGES):
+        if page.next_cursor is None:
+            return found
+        params = PaginatedRequestParams(cursor=page.next_cursor)
+        page = await session.list_tools(params=params)
+        found += page.tools
+    raise ToolFailed(f"its list of tools has more than {MAX_PAGES} pages")
 
 
 def _told(error: BaseException, errors: Any) -> str:

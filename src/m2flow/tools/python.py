@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,12 @@ class PythonTool:
     def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
         """What the program has printed, and the last line of its error if it ended by one."""
         source = text_argument(arguments, "code")
-        limits = replace(LIMITS, seconds=0.9 * seconds, output_bytes=OUTPUT_BYTES)
+        limits = replace(
+            LIMITS,
+            seconds=0.9 * seconds,
+            cpu_seconds=max(LIMITS.cpu_seconds, math.ceil(0.9 * seconds)),
+            output_bytes=OUTPUT_BYTES,
+        )
         outcome = run_python(source, limits=limits)
         if outcome.why:
             raise ToolError(f"the program {outcome.why}")

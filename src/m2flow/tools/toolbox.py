@@ -6,6 +6,7 @@ left to itself in its thread, or has ended what it waited for, and costs the cal
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
@@ -72,6 +73,8 @@ class Toolbox:
         arguments = call.arguments
         if isinstance(arguments, str):
             arguments = {first_parameter(tool): arguments}
+        if why := _unwritable(arguments):
+            return ToolResult(f"the arguments cannot be written in UTF-8: {why}", error=True)
         outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
         asked = tool, arguments, self._seconds, outcome
         threading.Thread(target=_call, args=asked, daemon=True).start()
@@ -87,6 +90,15 @@ class Toolbox:
             return ToolResult(str(found)[:MAX_CHARACTERS], error=True, seconds=seconds)
         why = str(found) or type(found).__name__
         return ToolResult(failure=f"tool {tool.name}: {why}", seconds=seconds)
+
+
+def _unwritable(arguments: Mapping[str, Any]) -> str:
+    """Why arguments are no text, such as half of a surrogate pair, which JSON can spell; or ""."""
+    try:
+        json.dumps(arguments, ensure_ascii=False, default=repr).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        return str(error)
+    return ""
 
 
 def _call(
