@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, OPTConfig, OPTForCausalLM
 
 from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.algorithms.ppo import CriticLoss
@@ -18,6 +18,7 @@ from m2flow.errors import UserError
 from m2flow.models.critic import critic_of
 from m2flow.runtime.transport.groups import LaneGroups
 from m2flow.training import forward
+from m2flow.training.attention import packed_attention_on
 from m2flow.training.checkpointing import checkpoint_blocks
 from m2flow.training.forward import token_logprobs
 from m2flow.training.optimizer import AdamWConfig
@@ -132,10 +133,21 @@ def test_activations_computed_again_give_the_same_weights() -> None:
 
 
 def test_dropout_stays_off_where_activations_are_computed_again() -> None:
-    model = make_model()
-    checkpoint_blocks(model.eval())
-    in_training = [name for name, module in model.named_modules() if module.training]
-    assert in_training == ["model.layers.0", "model.layers.1"]
+    """Also in OPT, whose blocks drop out themselves, and with probability 0.1 by default."""
+    config = OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=512, word_embed_proj_dim=16, init_std=0.3,
+    )  # fmt: skip
+    assert config.dropout == 0.1
+    torch.manual_seed(0)
+    model: Any = OPTForCausalLM(config).double().eval()
+    expected = figures_and_gradient(model)
+    checkpoint_blocks(model)
+    with packed_attention_on(model):  # for what is computed again
+        found = figures_and_gradient(model)
+    assert not any(module.training for module in model.modules())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def test_a_critic_computes_its_activations_again() -> None:

@@ -19,9 +19,9 @@ from m2flow.errors import UserError
 def checkpoint_blocks(model: nn.Module) -> None:
     """Compute the blocks of a transformers model again in each backward pass.
 
-    transformers does so in training mode alone, which turns dropout on too. So the blocks
-    themselves are set to training mode and nothing within them is. To be called after the last
-    `model.eval()`. Random states are not kept, since nothing in a block draws.
+    transformers does so in training mode alone, in which blocks may drop out what they compute. So
+    each block gets a forward of its own, and stays in the mode that it is in. Random states are not
+    kept: the model is in evaluation mode, where nothing in a block draws.
 
     Raises:
         UserError: the model has no blocks that transformers can compute again.
@@ -37,9 +37,6 @@ def checkpoint_blocks(model: nn.Module) -> None:
             expected="a transformers model of repeated blocks, or false",
         )
     for block in blocks:
-        block.gradient_checkpointing = True
-        block._gradient_checkpointing_func = _COMPUTED_AGAIN
-        block.training = True
-
-
-_COMPUTED_AGAIN = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+        )
