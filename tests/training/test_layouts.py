@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import ApertusConfig, AutoModelForCausalLM, CohereConfig, PhiConfig
 
 from m2flow.algorithms.ppo import CriticLoss
 from m2flow.errors import UserError
@@ -336,3 +338,36 @@ def test_a_plan_may_name_the_embedding_and_other_kinds_are_refused() -> None:
     model.config.base_model_tp_plan = {**layers, "layers.*.mlp.gate_proj": "embedding_rowwise"}
     with pytest.raises(UserError, match="cannot be divided over lanes"):
         _plan_of(model)
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 7, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+BESIDE: dict[str, tuple[Callable[[], Any], str]] = {
+    "an activation": (lambda: ApertusConfig(**_SMALL), r"layers\.0\.mlp\.act_fn\.alpha_p lies"),
+    "norms of all heads": (
+        lambda: CohereConfig(**_SMALL, use_qk_norm=True),
+        r"layers\.0\.self_attn\.q_norm\.weight lies",
+    ),
+    "a bias": (lambda: PhiConfig(**_SMALL), "a head with a bias"),
+}
+
+
+def divided_on(groups: LaneGroups, name: str) -> str:
+    """How a model is refused."""
+    gang = gang_of(groups, PAIR, "tp2")
+    if gang is None:
+        return ""
+    model: Any = AutoModelForCausalLM.from_config(BESIDE[name][0]())
+    with pytest.raises(UserError) as caught:
+        Shards.of(gang).shard(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_lanes_would_train_apart_is_refused(lanes: LaneProcesses, name: str) -> None:
+    """A lane has the gradient of its own channels alone, so copies of a parameter drift apart."""
+    for told in lanes(divided_on, name)[:2]:
+        assert re.search(f"{BESIDE[name][1]}.*fsdpN divide any model", told), told

@@ -36,7 +36,8 @@ def divide_layers(model: Any, mesh: DeviceMesh) -> set[str]:
         Names of the parameters of which a lane's gradient is a term of a sum over the lanes.
 
     Raises:
-        UserError: transformers has no plan for the model, or one of another kind.
+        UserError: transformers has no plan for the model, or one of another kind, or the model has
+            parameters that cannot be divided so.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
@@ -46,6 +47,7 @@ def divide_layers(model: Any, mesh: DeviceMesh) -> set[str]:
     )
 
     body, plan = model.base_model, _plan_of(model)
+    _check_parameters(model, plan)
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     layers = {
         part: styles[kind]()
@@ -75,14 +77,39 @@ def _plan_of(model: Any) -> dict[str, str]:
     plan = {name: kind for name, kind in plan.items() if any(fnmatch(m, name) for m in modules)}
     known = {"colwise", "rowwise", DIVIDED_INPUT}
     if not plan or set(plan.values()) - known:
-        raise UserError(
-            "the layers of this kind of model cannot be divided over lanes",
-            key="model_type",
-            value=model.config.model_type,
-            expected="a dense decoder for which transformers has a tensor-parallel plan",
-            hint="the layouts fsdpN divide any model",
-        )
+        raise _refusal(model, "the layers of this kind of model cannot be divided over lanes")
     return plan
+
+
+def _check_parameters(model: Any, plan: dict[str, str]) -> None:
+    """Refuse what would be trained wrongly: a parameter beside divided layers, of which a lane's
+    gradient is of its own heads or channels alone, where the plan does not say so; a head's bias.
+    """
+    body, head = model.base_model, model.get_output_embeddings()
+    divided = [name for name, kind in plan.items() if kind != DIVIDED_INPUT]
+    parents = {
+        f"{path.rpartition('.')[0]}."
+        for path, _ in body.named_modules()
+        if any(fnmatch(path, name) for name in divided)
+    }
+    for name, _ in body.named_parameters():
+        beside = name.startswith(tuple(parents))
+        if beside and not any(fnmatch(name, f"{one}.*") for one in plan):
+            raise _refusal(
+                model, f"{name} lies between layers that are divided, and it cannot be divided"
+            )
+    if head is not None and head.bias is not None:
+        raise _refusal(model, "a head with a bias cannot be divided over lanes")
+
+
+def _refusal(model: Any, why: str) -> UserError:
+    return UserError(
+        why,
+        key="model_type",
+        value=model.config.model_type,
+        expected="a dense decoder for which transformers has a tensor-parallel plan",
+        hint="the layouts fsdpN divide any model",
+    )
 
 
 def _divided_parts(body: Any, name: str, kind: str) -> list[str]:
@@ -106,7 +133,6 @@ def _divide_head(head: Any, mesh: DeviceMesh, tied: nn.Parameter | None) -> None
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    assert head.bias is None, "a head with a bias"
     if tied is None:
         divided = distribute_tensor(head.weight.data, mesh, [Shard(0)], src_data_rank=None)
         tied = nn.Parameter(_copied(divided), requires_grad=head.weight.requires_grad)
