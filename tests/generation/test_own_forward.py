@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     BigBirdConfig,
     BloomConfig,
     Cohere2Config,
     DeepseekV2Config,
+    DogeConfig,
     FalconConfig,
     Gemma3Config,
     Gemma4TextConfig,
@@ -25,14 +30,16 @@ from transformers import (
     MixtralConfig,
     OPTConfig,
     PhiConfig,
+    PhimoeConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
     T5Config,
     cache_utils,
 )
 
 from m2flow.errors import UserError
-from m2flow.generation.causal_lms import check_packs
+from m2flow.generation.causal_lms import NOT_PACKED, check_packs
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.own_forward import OwnSlots
 from m2flow.generation.records import Completion, Request, SamplingParams
@@ -70,6 +77,13 @@ QUICK: dict[str, Any] = {
     "experts-in-some-layers": lambda: Qwen3MoeConfig(
         **_SIZES, head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20,
         mlp_only_layers=[0],
+    ),
+    "windows-of-masks-alone": lambda: PhimoeConfig(
+        **_SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=6
+    ),
+    "a-layer-with-such-a-window": lambda: Qwen2MoeConfig(
+        **_SIZES, use_sliding_window=True, sliding_window=6, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=20, shared_expert_intermediate_size=20,
     ),
 }  # fmt: skip
 SLOW: dict[str, Any] = {
@@ -198,13 +212,38 @@ def test_the_trainer_computes_the_same(name: str) -> None:
     torch.testing.assert_close(found, drawn_T, atol=1e-6, rtol=0)
 
 
-def test_what_cannot_be_packed_is_not_trained() -> None:
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (BloomConfig(**_OLD, hidden_size=32), "cannot be replaced"),
+        (DogeConfig(**_SIZES), "makes of the values"),
+        (GptOssConfig(**_SIZES), "has sinks"),
+    ],
+)
+def test_what_cannot_be_packed_is_not_trained(config: Any, why: str) -> None:
     """Its own attention would take a pack for one long row, without a word."""
-    config = BloomConfig(**_OLD, hidden_size=32).to_dict()
-    assert check_supported(config) is not None
-    with pytest.raises(UserError, match=r"cannot be packed.*bloom"):
-        check_packs(config)
+    made = config.to_dict()
+    assert check_supported(made) is not None
+    with pytest.raises(UserError, match=rf"{why}.*cannot be packed.*{config.model_type}"):
+        check_packs(made)
     check_packs(GPT2Config().to_dict())
+
+
+def test_all_kinds_with_sinks_are_known() -> None:
+    """Their attention asks for them as `s_aux`; `packed_attention` would refuse it after a step."""
+    folder = Path(transformers.__file__).parent / "models"
+    kinds = {
+        path.parent.name
+        for path in folder.glob("*/modeling_*.py")
+        if "s_aux=self.sinks" in path.read_text(encoding="utf-8")
+    }
+    assert "gpt_oss" in kinds
+    causal = {
+        kind
+        for kind in kinds & set(CONFIG_MAPPING)
+        if CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING
+    }
+    assert causal <= {kind for kind, why in NOT_PACKED.items() if why.endswith("sinks")}
 
 
 def test_running_requests_go_on_with_new_weights() -> None:

@@ -135,12 +135,16 @@ def test_windows_and_capped_scores_agree_with_one_row_at_a_time(
         torch.testing.assert_close(one, other, rtol=1e3 * tolerance, atol=1e2 * tolerance)
 
 
-@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"s_aux": torch.ones(1)}])
+@pytest.mark.parametrize(
+    "options",
+    [{"dropout": 0.1}, {"s_aux": torch.ones(1)}, {"attention_mask": torch.ones(1, 1, 2, 2)}],
+)
 def test_other_kinds_of_attention_are_refused_and_not_ignored(options: dict[str, Any]) -> None:
     (only,) = pack(TokenPairs.from_rows([[1]], [[2, 3]]), 10)
     heads = torch.zeros(1, 1, 2, 4)
+    given = {"attention_mask": None, "pack_layout": only.layout, **options}
     with pytest.raises(UserError, match="a model with causal attention"):
-        packed_attention(nn.Module(), heads, heads, heads, None, pack_layout=only.layout, **options)
+        packed_attention(nn.Module(), heads, heads, heads, **given)
 
 
 class OnCuda(Tensor):

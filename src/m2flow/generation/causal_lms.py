@@ -17,9 +17,21 @@ has each."""
 
 OTHER_ENGINE = "take a model of another kind, or see if vLLM knows it: generation.engine: vllm"
 
+NOT_PACKED = {
+    "deepseek_v4": "its attention has sinks",
+    "doge": "its attention adds a mask that it makes of the values",
+    "flint": "its attention has sinks",
+    "gpt_oss": "its attention has sinks",
+    "granite_swa": "its attention has sinks",
+    "granitemoe_swa": "its attention has sinks",
+    "hy_v4": "its attention has sinks",
+    "mimo_v2_flash": "its attention has sinks",
+}
+"""Model types whose attention can be replaced, but only by one that knows more than windows."""
+
 
 def check_packs(config: Mapping[str, Any]) -> None:
-    """Refuse a causal language model whose attention cannot be replaced, and so no rows packed.
+    """Refuse a causal language model whose attention `packed_attention` cannot replace.
 
     Args:
         config: the content of a `config.json`.
@@ -39,13 +51,15 @@ def check_packs(config: Mapping[str, Any]) -> None:
             expected="a model that AutoModelForCausalLM knows",
         )
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
+    why = NOT_PACKED.get(str(kind))
     if not model._supports_attention_backend:
+        why = "its attention cannot be replaced"
+    if why is not None:
         raise UserError(
-            "its attention cannot be replaced, so prompts and answers cannot be packed: it "
-            "generates, and is not trained",
+            f"{why}, so prompts and answers cannot be packed: it generates, and is not trained",
             key="model_type",
             value=kind,
-            expected="a model whose attention transformers dispatches",
+            expected="a model whose attention transformers dispatches, causal, in windows or not",
         )
 
 

@@ -270,7 +270,7 @@ def _blocks(segments: list[Segment]) -> Iterator[list[Segment]]:
 
 
 def packed_attention(
-    module: nn.Module,  # noqa: ARG001  (transformers passes it)
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -285,12 +285,14 @@ def packed_attention(
     """Attention of a pack, in the form that transformers calls.
 
     Args:
+        module: the layer that attends.
         query, key, value: [1, H, N, D], [1, J, N, D] and [1, J, N, D].
         attention_mask: None; the layout says it all.
         scaling: of the scores; 1 / sqrt(D) if None.
         dropout: must be 0.
         pack_layout: the pack's layout.
-        sliding_window: nodes of its path that a node sees, itself included; None for all.
+        sliding_window: nodes of its path that a node sees, itself included; None for all, or for
+            a window that the model would tell by its mask alone.
         softcap: scores are `softcap tanh(score / softcap)`; None for the scores as they are.
 
     Returns:
@@ -299,8 +301,9 @@ def packed_attention(
     Raises:
         UserError: the model asks for attention that is not computed here.
     """
-    assert pack_layout is not None and attention_mask is None and query.shape[0] == 1
-    _refuse_unsupported(dropout, kwargs)
+    assert pack_layout is not None and query.shape[0] == 1
+    _refuse_unsupported(dropout, attention_mask, kwargs)
+    window = _window_of_mask(module) if sliding_window is None else sliding_window
     H, D = query.shape[1], query.shape[3]
     scaling = D**-0.5 if scaling is None else scaling
     key_NF, value_NF = _nodes_first(key), _nodes_first(value)
@@ -319,14 +322,14 @@ def packed_attention(
             paths.most_queries,
             paths.most_keys,
             scale=scaling,
-            window=sliding_window,
+            window=window,
         )
         return answer_NHD[None], None
     if query.is_cuda:
         varlen.warn_once(against)
     # One gather for all blocks: its backward is one scatter, and not one the size of N a block.
     blocks = pack_layout.blocks
-    biases = blocks.within(sliding_window, query.dtype)
+    biases = blocks.within(window, query.dtype)
     num_queries = [bias.shape[0] * bias.shape[1] for bias in biases]
     num_keys = [bias.shape[0] * bias.shape[2] for bias in biases]
     query_SF = (_nodes_first(query) * scaling).index_select(0, blocks.query_nodes)
@@ -391,10 +394,21 @@ def _attend(
     return answer_RHQD.transpose(1, 2).reshape(R * Q, -1)
 
 
-def _refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:
+def _window_of_mask(module: nn.Module) -> int | None:
+    """The window of a layer of the two kinds of model that hand it to their masks alone."""
+    config: Any = getattr(module, "config", None)
+    holders = {"phimoe": config, "qwen2_moe": module}  # the latter where the layer has a window
+    holder = holders.get(getattr(config, "model_type", None))
+    window: int | None = getattr(holder, "sliding_window", None)
+    return window
+
+
+def _refuse_unsupported(
+    dropout: float, attention_mask: Tensor | None, kwargs: dict[str, Any]
+) -> None:
     """A model that attends in some way not computed here must not be trained as if it did not."""
     found: dict[str, Any] = {"attention_dropout": dropout or None}
-    found |= {"s_aux": kwargs.get("s_aux")}
+    found |= {"attention_mask": attention_mask, "s_aux": kwargs.get("s_aux")}
     for name, value in found.items():
         if value is not None:
             raise UserError(
