@@ -194,8 +194,8 @@ MEANING = {
     "critic.learning_rate": "`ppo`: peak learning rate of the critic's AdamW; 1e-5 where "
     "`model.path` is set",
     "critic.warmup_steps": "`ppo`: steps at the start in which the critic alone learns",
-    "critic.value_clip": "`ppo`: how far a value may move in a step before its gradient stops; "
-    "`null` for no bound",
+    "critic.value_clip": "`ppo`: how far a value may move towards its return in a step before "
+    "its gradient stops; `null` for no bound",
     "optimizer.learning_rate": "peak learning rate of AdamW; of reasoning and agentic runs 1e-6 "
     "where `model.path` is set, 2e-5 with `model.lora_rank` above 0",
     "optimizer.betas": "AdamW's two decay rates",
@@ -301,8 +301,8 @@ EMBODIED = {
     "algorithm.advantage_level": "`ppo`: what has an advantage of its own: a chunk of actions, or "
     "each action of it, without the chunk's rewards before that action "
     "([how](../explanation/algorithms.md#chunks-of-actions))",
-    "algorithm.value_clip": "`ppo`: how far a value may move in a step before its gradient stops, "
-    "in shares of the returns' root mean square; `null` for no bound",
+    "algorithm.value_clip": "`ppo`: how far a value may move towards its return in a step before "
+    "its gradient stops, in shares of the returns' root mean square; `null` for no bound",
     "algorithm.value_coefficient": "`ppo`: weight of the critic's loss",
     "algorithm.value_warmup_steps": "`ppo`: steps at the start in which the critic alone learns; "
     "optimizer steps that are left out do not count",

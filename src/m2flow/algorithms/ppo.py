@@ -23,7 +23,8 @@ class CriticLoss:
     """How a critic learns.
 
     Attributes:
-        value_clip: how far a value may move from the one at the start of the step, or None.
+        value_clip: how far a value may move towards its return, from the one at the start of the
+            step, before its gradient stops; None for no bound.
         aggregation: how per-token losses become one number.
         token_budget: what "sequence-mean-token-sum" divides a sequence's sum by.
     """

@@ -15,7 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Per-token loss [T], and the tokens (bool [T]) whose value is clipped: no gradient."""
+    """Per-token loss [T], and the tokens (bool [T]) of which the bounded term is the larger one: no
+    gradient."""
 
     loss_T: Tensor
     clipped_T: Tensor
@@ -37,8 +38,8 @@ def clipped_value_loss(
         values_T: [T] of the critic that learns; gradients flow through them.
         old_values_T: [T] at the start of the step.
         returns_T: [T], constant.
-        clip: how far a value may move from the old one before its gradient stops; None for no
-            bound.
+        clip: how far a value may move from the old one, towards its return, before its gradient
+            stops; None for no bound.
 
     Returns:
         Figures at least float32, float64 where the values are.
