@@ -28,6 +28,7 @@ from transformers import (
     Llama4TextConfig,
     MambaConfig,
     MixtralConfig,
+    NemotronConfig,
     OPTConfig,
     PhiConfig,
     PhimoeConfig,
@@ -218,6 +219,7 @@ def test_the_trainer_computes_the_same(name: str) -> None:
         (BloomConfig(**_OLD, hidden_size=32), "cannot be replaced"),
         (DogeConfig(**_SIZES), "makes of the values"),
         (GptOssConfig(**_SIZES), "has sinks"),
+        (NemotronConfig(**_SIZES), "which rows are packed"),
     ],
 )
 def test_what_cannot_be_packed_is_not_trained(config: Any, why: str) -> None:

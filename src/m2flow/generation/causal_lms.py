@@ -26,8 +26,9 @@ NOT_PACKED = {
     "granitemoe_swa": "its attention has sinks",
     "hy_v4": "its attention has sinks",
     "mimo_v2_flash": "its attention has sinks",
+    "nemotron": "its layers do not tell their attention which rows are packed",
 }
-"""Model types whose attention can be replaced, but only by one that knows more than windows."""
+"""Model types whose attention transformers dispatches, but not in the way that packs need."""
 
 
 def check_packs(config: Mapping[str, Any]) -> None:

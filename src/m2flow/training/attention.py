@@ -398,7 +398,7 @@ def _window_of_mask(module: nn.Module) -> int | None:
     """The window of a layer of the two kinds of model that hand it to their masks alone."""
     config: Any = getattr(module, "config", None)
     holders = {"phimoe": config, "qwen2_moe": module}  # the latter where the layer has a window
-    holder = holders.get(getattr(config, "model_type", None))
+    holder = holders.get(getattr(config, "model_type", ""))
     window: int | None = getattr(holder, "sliding_window", None)
     return window
 
