@@ -133,7 +133,7 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
     [
         {"frequency_penalty": 0.5}, {"presence_penalty": -1}, {"logprobs": True},
         {"top_logprobs": 3}, {"response_format": {"type": "json_object"}}, {"top_k": 20},
-        {"min_p": 0.1}, {"tool_choice": "required", "tools": [FUNCTION]},
+        {"min_p": 0.1}, {"tool_choice": "none", "tools": [FUNCTION]},
     ],
 )  # fmt: skip
 def test_what_would_draw_otherwise_is_refused(
@@ -151,6 +151,7 @@ def test_what_would_draw_otherwise_is_refused(
         {"frequency_penalty": 0.0, "presence_penalty": 0, "logprobs": False, "top_logprobs": None},
         {"response_format": {"type": "text"}, "n": 1, "stop": None, "logit_bias": {}},
         {"tool_choice": "auto", "tools": [FUNCTION], "parallel_tool_calls": True},
+        {"tool_choice": "required", "tools": [FUNCTION]},
         {"tool_choice": None, "tools": [FUNCTION]},
         {"tool_choice": "none"},
         {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0},

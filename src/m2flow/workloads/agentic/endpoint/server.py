@@ -36,6 +36,9 @@ NEUTRAL: tuple[tuple[str, Any], ...] = (
 )
 """What requests may say of what is not served: that they do not ask for it."""
 
+CHOICES = ("auto", "required")
+"""What `tool_choice` may be. "required", which frameworks send by default, is left to the policy."""
+
 NO_SUCH_KEY = "no conversation has this key"
 
 MODEL = "policy"
@@ -137,8 +140,9 @@ class ConversationServer:
                 raise RefusedRequest(
                     f"{name} is {ours} in the recipe, which training relies on, and not {theirs}"
                 )
-        choice = [("tool_choice", "auto")] if asked.get("tools") else []
-        for name, plain in (*NEUTRAL, *choice):
+        if asked.get("tools") and asked.get("tool_choice") not in (None, *CHOICES):
+            raise RefusedRequest(f"tool_choice = {asked['tool_choice']!r} is not served")
+        for name, plain in NEUTRAL:
             if asked.get(name) not in (None, plain, {}, []):
                 raise RefusedRequest(f"{name} = {asked[name]!r} is not served")
         limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
