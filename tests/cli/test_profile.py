@@ -114,11 +114,23 @@ def test_bad_words_are_refused(tmp_path: Path, store: Path) -> None:
         ({"model": {"hidden_size": 64}}, "model.made"),
         ({"seed": 3}, "model.made"),
         ({"algorithm": {"kl_coefficient": 0.1}}, "shapes.reference"),
+        ({"algorithm": {"overlong_buffer": 2}}, "shapes.overlong_buffer"),
+        ({"algorithm": {"entropy_coefficient": 0.01}}, "shapes.entropy_in_loss"),
+        ({"algorithm": {"truncated": "drop"}}, "shapes.truncated"),
+        ({"algorithm": {"equal_groups": "drop"}}, "shapes.equal_groups"),
     ],
 )
 def test_what_changes_the_work_changes_the_key(words: dict[str, object], phrase: str) -> None:
     ours, theirs = (profile_key(recipe_of(words_), LANES) for words_ in (words, {}))
     assert [text.split(" is ")[0] for text in differences(ours, theirs)] == [phrase]
+
+
+def test_a_kl_in_the_reward_is_a_stage_more() -> None:
+    """The profile of a KL in the loss was taken, and then refused: it knows no such stage."""
+    in_loss: dict[str, object] = {"algorithm": {"kl_coefficient": 0.1}}
+    in_reward: dict[str, object] = {"algorithm": {"kl_coefficient": 0.1, "kl_in": "reward"}}
+    keys = [profile_key(recipe_of(words), LANES) for words in (in_reward, in_loss)]
+    assert [text.split(" is ")[0] for text in differences(*keys)] == ["shapes.kl_in_reward"]
 
 
 @pytest.mark.parametrize(

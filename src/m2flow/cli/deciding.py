@@ -151,7 +151,7 @@ class Planning:
         key = profile_key(self.recipe, lanes_of(self.recipe)) if computed is None else computed.key
         if self.asked.profile_file is not None:
             return given(self.asked.profile_file, key, whatever_its_key=self.asked.reuse)
-        found = cached(key)
+        found = cached(key, self.graph)
         if found is None:
             raise UserError(
                 "nothing has been measured for this recipe on these lanes",

@@ -17,7 +17,7 @@ from m2flow.errors import UserError
 from m2flow.plan import describe_plan, to_json
 from m2flow.runtime.driver.auto import GUESSES
 from m2flow.workloads.common import Recipe, read_recipe
-from m2flow.workloads.common.planning import lanes_of, planned
+from m2flow.workloads.common.planning import flow_of, lanes_of, planned
 from m2flow.workloads.common.recipe import AUTO_MODE
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _has_profile(recipe: Recipe) -> bool:
     from m2flow.runtime.profiling.stored import cached  # NumPy comes along
     from m2flow.workloads.common.profile_key import profile_key
 
-    return cached(profile_key(recipe, lanes_of(recipe))) is not None
+    return cached(profile_key(recipe, lanes_of(recipe)), flow_of(recipe).trace()) is not None
 
 
 def _refuse_without_cluster(asked: Question) -> None:

@@ -16,6 +16,7 @@ from m2flow.observe.progress import Quiet
 from m2flow.plan import build_plan, with_memory
 from m2flow.plan.file import to_json
 from m2flow.runtime.driver.pilot import Pilot
+from m2flow.runtime.profiling import stored
 from m2flow.workloads.common import launching, planning, profile_key, read_recipe, start
 from m2flow.workloads.common.accounting import memory_lines
 from m2flow.workloads.common.computed import computed_profile, whose_figures
@@ -91,6 +92,27 @@ def test_what_the_recipe_says_of_lanes_reaches_the_launch(monkeypatch: pytest.Mo
         experiment, plan, None, Quiet(), checkpoint=None, first_step=0, also={}
     )
     assert {name: settings[name] for name in said} == said
+
+
+def test_a_stored_profile_that_lacks_a_stage_counts_as_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was taken, and the choice of a plan then refused the recipe."""
+    monkeypatch.setenv("M2FLOW_CACHE", str(tmp_path))
+    monkeypatch.setattr(launching, "launch", lambda flow, **settings: settings["auto"].profile)
+    called(monkeypatch, "an accelerator without figures")
+    monkeypatch.setattr(profile_key, "gpu_name", lambda _lanes: "")
+    computed = computed_profile(RECIPE, GRAPH, GPUS, "NVIDIA H200")
+    assert computed is not None
+    known = replace(computed, key=profile_key.profile_key(RECIPE, GPUS))
+    experiment: Any = SimpleNamespace(recipe=RECIPE, flow=lambda checkpoint: flow_of(RECIPE))
+    pool: Any = SimpleNamespace(lanes=GPUS)
+    for stages in (known.stages, {name: known.stages[name] for name in list(known.stages)[1:]}):
+        stored.keep(replace(known, stages=stages))
+        found: Any = launched(
+            experiment, None, pool, Quiet(), checkpoint=None, first_step=0, also={}
+        )
+        assert (found is not None) == (stages is known.stages)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from m2flow.errors import CannotWrite, UserError, writing
+from m2flow.flow.graph import FlowGraph
 from m2flow.plan.file import read_profile, to_json
 from m2flow.plan.profile import Profile, differences
 
@@ -30,14 +31,17 @@ def stored_at(key: Key) -> Path:
     return cache_folder() / "profiles" / f"{name}.json"
 
 
-def cached(key: Key) -> Profile | None:
+def cached(key: Key, graph: FlowGraph | None = None) -> Profile | None:
     """Return the stored profile of a key, if there is one that can be read.
 
-    A profile that another m2flow has written in another form counts as none.
+    A profile that another m2flow has written in another form counts as none, and so does one that
+    does not know each stage of the graph, if a graph is given.
     """
     try:
         profile = read_profile(stored_at(key))
     except (UserError, OSError, RuntimeError):  # no file, no permission, no home
+        return None
+    if graph is not None and any(node.name not in profile.stages for node in graph.nodes):
         return None
     return None if differences(key, profile.key) else profile
 

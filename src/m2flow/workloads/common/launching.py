@@ -75,7 +75,7 @@ def launched(
     assert pool is not None, "a plan is chosen for lanes"
     free = [lane for lane in pool.lanes if lane.reserved_for is None]
     key = profile_key(recipe, free)
-    known = cached(key)
+    known = cached(key, flow.trace())
     if known is not None:
         progress.note(f"profile: stored at {stored_at(key)}")
     elif (known := _computed(recipe, flow.trace(), free)) is not None:

@@ -42,7 +42,7 @@ def profile_of(
     """
     lanes = lanes_of(recipe)
     key = profile_key(recipe, lanes)
-    if not again and (known := cached(key)) is not None:
+    if not again and (known := cached(key, flow_of(recipe).trace())) is not None:
         return known, f"stored at {stored_at(key)}; --again measures again"
     least = LEAST_SECONDS if budget is None else 0.0
     budget = recipe.profiling_seconds if budget is None else budget

@@ -96,8 +96,16 @@ class Reasoning:
         for name, value in recipe.model_dump(mode="json", include=set(SHAPES)).items():
             inner = value.items() if isinstance(value, dict) else ()
             shapes |= {f"{name}.{key}": setting for key, setting in inner} or {name: value}
-        if recipe.further_draws:
-            shapes["further_draws"] = recipe.further_draws
+        for key, value, off in (
+            ("further_draws", recipe.further_draws, 0),
+            ("overlong_buffer", algorithm.overlong_buffer > 0, False),
+            ("kl_in_reward", algorithm.kl_in_reward > 0, False),
+            ("entropy_in_loss", algorithm.entropy_coefficient > 0, False),
+            ("truncated", algorithm.truncated, "terminal"),
+            ("equal_groups", algorithm.equal_groups, "keep"),
+        ):
+            if value != off:
+                shapes[key] = value
         for name, section in (("reward_model", recipe.reward_model), ("judge", recipe.judge)):
             if section.path is not None:  # as a path: what judges has no part in the model's facts
                 shapes[name] = section.model_dump(mode="json")
