@@ -412,6 +412,18 @@ def test_a_group_with_a_signal_in_what_is_trained_on_is_counted_as_one() -> None
     assert figures["reward/mean"] == pytest.approx(4 / 6)
 
 
+@pytest.mark.parametrize("name", ["ppo", "reinforce++"])
+def test_a_sample_that_nobody_compares_is_no_group_that_teaches_nothing(
+    tiny_recipe: MakeRecipe, name: str
+) -> None:
+    """With one sample of a prompt each step warned of 100% of the groups."""
+    recipe = tiny_recipe(samples_per_prompt=1, algorithm={"name": name})
+    experiment = ReasoningExperiment(recipe)
+    result = of_output(OUTPUT.with_columns(finish_reason=["stop"] * 6))
+    assert "reward/zero_variance_share" not in experiment.metrics(result)
+    assert not experiment.alarms(result)
+
+
 def of_output(output: Batch) -> Any:
     return SimpleNamespace(output=output, step=0, metrics={})
 

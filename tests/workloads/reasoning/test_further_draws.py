@@ -344,6 +344,14 @@ def test_dapo_draws_again_and_others_do_not(tiny_recipe: MakeRecipe) -> None:
             },
             r"^algorithm\.further_draws: .*there are none",
         ),
+        (
+            {
+                "reward": [],
+                "judge": {"path": "x"},
+                "data": {"task": "jsonl", "path": "x", "curriculum": {}},
+            },
+            r"^data\.curriculum: .*there are none",
+        ),
         ({"data": {"curriculum": {}}}, r"^data\.curriculum: addition has no use for it"),
         (
             {"data": {"task": "jsonl", "path": "x", "curriculum": {"band": [0.8, 0.2]}}},

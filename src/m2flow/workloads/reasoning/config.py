@@ -430,6 +430,13 @@ class ReasoningRecipe(common.Recipe):
                 value=self.further_draws,
                 expected="0 where reward names no function",
             )
+        if self.data.curriculum is not None and not self.verifies:
+            raise UserError(
+                "rates of success are shares of what functions say, and there are none",
+                key="data.curriculum",
+                value=self.data.curriculum.model_dump(),
+                hint="name a function in reward, or take it out",
+            )
         return self
 
     @model_validator(mode="after")

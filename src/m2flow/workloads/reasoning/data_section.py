@@ -27,8 +27,9 @@ KEYS_OF_TASKS = {
 class CurriculumPart(Section):
     """A preference for problems that the policy solves now and then.
 
-    A problem's rate of success runs along, the last measurement with half of the weight. Rates
-    within `band`, and problems never asked, weigh 1 in the choice; others weigh `outside`.
+    A problem's rate of success is what functions say of its answers, and runs along, the last
+    measurement with half of the weight. Rates within `band`, and problems never asked, weigh 1 in
+    the choice; others weigh `outside`.
     """
 
     band: tuple[Share, Share] = (0.2, 0.8)

@@ -26,6 +26,7 @@ from m2flow.training import checkpoint
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.supervised import adamw, train_supervised
 from m2flow.workloads.common.workload import RunProgress
+from m2flow.workloads.reasoning.algorithm_section import OF_GROUPS
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.encoding import (
     SPECIAL_TOKENS,
@@ -371,7 +372,8 @@ class ReasoningExperiment:
         return figures
 
     def _figures_of(self, output: Batch, step: int) -> dict[str, float]:
-        figures = sample_figures(output, self.recipe.samples_per_prompt)
+        compares = self.recipe.algorithm.name in OF_GROUPS
+        figures = sample_figures(output, self.recipe.samples_per_prompt if compares else None)
         if self.recipe.verifies and "verified" in output:  # of functions, whatever models add
             right = [worth >= 1.0 for worth in output["verified"]]
             figures["accuracy/mean"] = sum(right) / len(right)

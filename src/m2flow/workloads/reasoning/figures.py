@@ -16,15 +16,23 @@ SHOWN_OF_MODELS = ("reward_model_score", "judge_score", "judge")
 """What samples.jsonl has of models that judge."""
 
 
-def sample_figures(output: Batch, group_size: int) -> dict[str, float]:
-    """Figures of scored samples whose groups are consecutive."""
+def sample_figures(output: Batch, group_size: int | None) -> dict[str, float]:
+    """Figures of scored samples.
+
+    Args:
+        output: the samples; groups are consecutive.
+        group_size: samples of a group; None where the algorithm compares none with each other.
+    """
     failed = [bool(why) for why in output["failure"]]
     every = torch.tensor(output["reward"], dtype=torch.float64)
     judged_B = ~torch.tensor(failed)
     rewards = every[judged_B]
     if "shaped" in output:  # what advantages are made of
         every = output["shaped"]
-    equal = equal_groups(every, group_size, judged_B)[::group_size]
+    of_groups = {}
+    if group_size is not None:
+        equal = equal_groups(every, group_size, judged_B)[::group_size]
+        of_groups["reward/zero_variance_share"] = float(equal.double().mean())
     truncated = sum(reason != "stop" for reason in output["finish_reason"])
     tokens = sum(output["num_tokens"])
     of_models = {
@@ -37,7 +45,7 @@ def sample_figures(output: Batch, group_size: int) -> dict[str, float]:
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)) if len(rewards) else math.nan,
         "accuracy/mean": float((rewards >= 1.0).double().mean()),
-        "reward/zero_variance_share": float(equal.double().mean()),
+        **of_groups,
         "reward/failed_share": sum(failed) / len(output),
         "samples": float(len(output)),
         "tokens/generated": float(tokens),
