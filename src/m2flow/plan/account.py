@@ -16,7 +16,7 @@ from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.plan.chunks import call_items
 from m2flow.plan.memory import needs
 from m2flow.plan.profile import Profile
-from m2flow.plan.profile.work import FlowWork, StageWork, WorkerWork, by_purpose
+from m2flow.plan.profile.work import FlowWork, StageWork, WorkerWork, by_purpose, without
 from m2flow.plan.sizes import bytes_text
 from m2flow.plan.units import Items
 
@@ -34,6 +34,7 @@ class Holding:
         stage: whose call takes the most beside it; empty if none takes any.
         call: bytes of that call, by what they are for.
         hosted: bytes in host memory, by what they are for.
+        away_bytes: of its state, that are kept while it is away.
     """
 
     worker: str
@@ -41,6 +42,7 @@ class Holding:
     stage: str
     call: Mapping[str, float]
     hosted: Mapping[str, float]
+    away_bytes: float
 
     @property
     def state_bytes(self) -> float:
@@ -90,7 +92,9 @@ class LaneAccount:
     def host_bytes(self) -> float:
         """Bytes of a machine's host memory that these lanes take: what workers hold there, and room
         for all states of accelerators with a limit. (States of lanes of cores go to a disk.)"""
-        away = self.states_bytes if self.limit is not None and self.kind != "cpu" else 0.0
+        away = sum(one.away_bytes for one in self.holdings)
+        if self.limit is None or self.kind == "cpu":
+            away = 0.0
         hosted = sum(size for one in self.holdings for size in one.hosted.values())
         return self.neighbours * (away + hosted)
 
@@ -169,6 +173,7 @@ def _holding(
         stage,
         calls.get(stage, {}),
         by_purpose(hosted, STATE),
+        without(states, own.dropped),
     )
 
 

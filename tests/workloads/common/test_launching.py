@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.errors import UserError
+from m2flow.errors import PlanError, UserError
 from m2flow.observe.progress import Quiet
-from m2flow.plan import build_plan, with_memory
+from m2flow.plan import build_plan, with_memory, with_sizes
 from m2flow.plan.file import to_json
+from m2flow.plan.memory import check_memory
 from m2flow.runtime.driver.pilot import Pilot
 from m2flow.runtime.profiling import stored
 from m2flow.workloads.common import launching, planning, profile_key, read_recipe, start
@@ -60,6 +61,30 @@ def test_a_fixed_plan_counts_what_calls_take_of_accelerators_with_a_limit(
     assert {spot.state_bytes for spot in found.values()} == {0}, "these the workers tell"
     free = build_plan("collocated", GRAPH, GPUS, RECIPE.items_per_step)
     assert with_working_memory(RECIPE, GRAPH, free) is free
+
+
+@pytest.mark.parametrize("recipe", ["qwen2.5-1.5b-grpo-math", "qwen2.5-3b-grpo-search"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_keys_and_values_that_an_engine_tells_are_counted_once(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, engine: str
+) -> None:
+    """They were counted as its state and once more as what its calls take: never a fit."""
+    called(monkeypatch, "NVIDIA H200")
+    found = read_recipe(recipe, (f"generation.engine={engine}",))
+    graph, lanes = flow_of(found).trace(), with_memory(GPUS[:1], 135_700_000_000)
+    plan = build_plan("collocated", graph, lanes, found.items_per_step)
+    plan = with_working_memory(found, graph, plan)
+    told = {"generator": int(3.1e9 + 75e9)}
+    check_memory(with_sizes(plan, told, {}), graph)
+    assert plan.placements["generator"].working_bytes < 2 * 10**9
+    profile = computed_profile(found, graph, lanes, "NVIDIA H200")
+    assert profile is not None
+    state = profile.worker("generator", 1, "gpu")
+    assert state is not None
+    assert 70e9 < state.state_bytes < 80e9, "so awake it holds"
+    assert state.offload < 1, "and its weights alone are copied"
+    with pytest.raises(PlanError, match="generator"):
+        check_memory(with_sizes(plan, {"generator": 136 * 10**9}, {}), graph)
 
 
 def test_accelerators_without_figures_count_by_their_memory() -> None:

@@ -114,6 +114,19 @@ def test_an_optimizer_on_the_host_leaves_room_and_takes_time() -> None:
     assert of_there.call(64) == of_here.call(64)
 
 
+def test_further_epochs_take_mini_batches_again_where_they_end() -> None:
+    once, thrice = (
+        profile("1x8xH100", minibatches=2, algorithm={"epochs": epochs}).cost(
+            "learner.train", "fsdp8", 8, "gpu"
+        )
+        for epochs in (1, 3)
+    )
+    assert thrice.call(64) == once.call(64)
+    minibatch = once.call(ReasoningRecipe().samples_per_minibatch)
+    again = minibatch + once.finish_seconds(1)
+    assert thrice.finish_seconds(1) == pytest.approx(once.finish_seconds(1) + 2 * again, rel=1e-6)
+
+
 def test_adapters_are_priced_in_all_layouts_that_divide_in_one_way() -> None:
     found = profile("1x8xH100", model={"lora_rank": 8}).workers["learner"]
     bytes_of = {one.layout: one.state_bytes for one in found}

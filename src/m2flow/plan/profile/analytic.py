@@ -41,6 +41,7 @@ from m2flow.plan.profile.work import (
     curve,
     rising,
     total,
+    without,
 )
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
 
@@ -120,7 +121,8 @@ class _Kind:
                 yield cost
             else:
                 room, reserved = self._room(node, one), one.rounds.reserved_bytes
-                room = room if reserved is None else min(room, reserved)
+                if reserved is not None:
+                    room = reserved if one.rounds.in_state else min(room, reserved)
                 yield from limited(
                     cost, one.rounds, work.lengths, node.expands, most, self.device, room
                 )
@@ -134,9 +136,9 @@ class _Kind:
             if obstacle is not None:
                 self.notices.append(f"{node.worker} cannot have {one.layout.name}: {obstacle}")
             elif one.layout.lanes <= self.lanes and one.layout.name not in found:
-                needed = 0.0
-                if one.rounds is not None and work.lengths is not None:
-                    needed = one.rounds.unit_bytes * (one.rounds.start + work.lengths.largest)
+                needed, rounds = 0.0, one.rounds
+                if rounds is not None and not rounds.in_state and work.lengths is not None:
+                    needed = rounds.unit_bytes * (rounds.start + work.lengths.largest)
                 if self._room(node, one) >= needed:
                     found[one.layout.name] = one
         return list(found.values())
@@ -166,11 +168,13 @@ class _Kind:
 
     def workers(self, name: str) -> Iterator[WorkerCost]:
         """Price the moves of a worker's state on each layout that is possible and fits."""
-        for layout, held in self.work.workers.get(name, NO_STATE).states:
+        worker = self.work.workers.get(name, NO_STATE)
+        for layout, held in worker.states:
             size = total(held)
             fits = layout.lanes <= self.lanes and size <= self.device.usable_bytes
             if fits and layout.obstacle() is None:
-                moved = Seconds(self.device.host_copy_seconds(size))
+                kept = without(held, worker.dropped)
+                moved = Seconds(self.device.host_copy_seconds(kept))
                 state = Bytes(math.ceil(size))
                 yield WorkerCost(layout.lanes, state, moved, moved, self.name, layout.name)
 

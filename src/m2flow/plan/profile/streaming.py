@@ -121,7 +121,8 @@ def limited(
 
         def working(items: int) -> float:
             units = min(items * expands, limit) * bytes_of_one
-            units = units if rounds.reserved_bytes is None else room
+            if rounds.reserved_bytes is not None:
+                units = 0.0 if rounds.in_state else room
             return units + (cost.working.at(items) if cost.working else 0.0)
 
         return replace(

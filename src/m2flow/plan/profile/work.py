@@ -96,6 +96,11 @@ def by_purpose(held: Held, otherwise: str) -> dict[str, float]:
     return {what: size for what, size in found.items() if size}
 
 
+def without(held: Held, purposes: Sequence[str]) -> float:
+    """Return all of the bytes but those for some purposes."""
+    return total(held) - sum(by_purpose(held, "").get(what, 0.0) for what in purposes)
+
+
 @dataclass(frozen=True)
 class Rounds:
     """How a streaming stage works on several output items at once: each grows by a unit a round.
@@ -108,6 +113,8 @@ class Rounds:
         what: units hold it for.
         reserved_bytes: memory of each lane that is taken for units at once, however many there are,
             or all that the lane has left if that is less; None for what they hold.
+        in_state: whether the reserved bytes are a part of the worker's state, and not counted again
+            as memory of calls.
         limits: numbers of output items that a replica may work on at once, to be offered to the
             planner. The largest is the stage's own limit.
     """
@@ -119,6 +126,7 @@ class Rounds:
     limits: tuple[int, ...]
     what: str = "items at work"
     reserved_bytes: float | None = None
+    in_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,11 +178,14 @@ class WorkerWork:
         weight_bytes: of a whole copy of the weights that are published to the worker.
         hosted: layouts, and the bytes that each lane of a replica has in host memory, whether the
             state is on the lane or away.
+        dropped: purposes of bytes of the state that are given up when it leaves the lane, and taken
+            anew when it is back; nobody copies them.
     """
 
     states: Sequence[tuple[Layout, Held]]
     weight_bytes: float = 0.0
     hosted: Sequence[tuple[Layout, Held]] = ()
+    dropped: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from m2flow.plan.profile.work import (
     Pricer,
     StageWork,
     Work,
-    WorkerWork,
 )
 from m2flow.workloads.agentic.config import SMALL_TASKS, AgenticRecipe
 from m2flow.workloads.common.workload import Assumed
@@ -137,9 +136,7 @@ def _with_turns(
 ) -> FlowWork:
     """The work of a reasoning flow with that of the loop's stages."""
     stages = {node.name: _stage(work.stages[node.name], node, base, turns) for node in graph.nodes}
-    size = float(base.model.weight_bytes)
-    generator = WorkerWork([(ONE_LANE, {"weights": base.drawn_weight_bytes})], size)
-    workers = {**work.workers, "generator": generator}
+    workers = {**work.workers, "generator": base.generator([ONE_LANE])}
     return replace(work, stages=stages, workers=workers)
 
 
@@ -163,7 +160,10 @@ def _stage(found: StageWork, node: StageNode, base: RecipeWork, turns: AssumedTu
 
 
 def _cache_bytes(base: RecipeWork, count: int) -> float:
-    """Bytes of keys and values of so many trajectories; an engine with a budget takes all of it."""
+    """Bytes of keys and values of so many trajectories, beside the state; an engine with a budget
+    takes all of it."""
+    if base.caches_in_state:
+        return 0.0
     reserved = base.reserved(base.recipe.generation.cache_gb)
     if reserved is not None:
         return min(reserved, base.device.usable_bytes - base.drawn_weight_bytes)

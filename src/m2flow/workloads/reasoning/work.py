@@ -280,7 +280,12 @@ class RecipeWork:
                 return self._judging(self.judges[node.worker], size)
             case "generate":
                 section = self.recipe.generation
-                return self._drawing(size, section.max_running, section.cache_gb)
+                return self._drawing(
+                    size,
+                    section.max_running,
+                    section.cache_gb,
+                    in_state=self.caches_in_state,
+                )
             case "draw_again":
                 share = EQUAL_SHARE ** (1 + node.options["draw"])
                 return StageWork(
@@ -316,9 +321,19 @@ class RecipeWork:
             layouts = [layout_of(one, None) for one in self._in_shards()]
         return WorkerWork([(one, {"weights": size / one.lanes}) for one in layouts])
 
-    def _drawing(self, size: float, max_running: int, cache_gb: float | None) -> StageWork:
+    def _drawing(
+        self,
+        size: float,
+        max_running: int,
+        cache_gb: float | None,
+        *,
+        in_state: bool = False,
+    ) -> StageWork:
         lengths = Quantiles.of(self.answers.lengths.stratified(4 * QUANTILES), QUANTILES)
-        layouts = [self._generating(one, max_running, cache_gb) for one in self._heads_divided()]
+        reserved = self.reserved(cache_gb)
+        layouts = [
+            self._generating(one, max_running, reserved, in_state) for one in self._heads_divided()
+        ]
         return StageWork(tuple(layouts), size, lengths)
 
     def _again(self, layout: Layout, share: float) -> LayoutWork:
@@ -338,7 +353,8 @@ class RecipeWork:
         held = answers.longest * self.token_bytes(lanes)
 
         def working(samples: int) -> Held:
-            return {KEYS_AND_VALUES: min(samples * share, most) * held}
+            count = 0.0 if self.caches_in_state else min(samples * share, most)
+            return {KEYS_AND_VALUES: count * held}
 
         return LayoutWork(layout, work, working_bytes=working)
 
@@ -350,9 +366,7 @@ class RecipeWork:
             return self._judging_state(self.judges[name])
         methods = {node.method for node in graph.nodes if node.worker == name}
         if "generate" in methods:
-            size = self.drawn_weight_bytes
-            states = [(one, {"weights": size / one.lanes}) for one in self._heads_divided()]
-            return WorkerWork(states, self._published_bytes)
+            return self.generator(self._heads_divided())
         if not methods & {"logprobs", "values", "train"}:
             return WorkerWork(())
         each: Mapping[str, float] = {"weights": self._trained_number}
@@ -412,7 +426,24 @@ class RecipeWork:
             return 1e9 * cache_gb
         return CACHE_SHARE * self.device.memory_bytes if self.device.kind == "gpu" else None
 
-    def _generating(self, layout: Layout, own: int, cache_gb: float | None) -> LayoutWork:
+    @property
+    def caches_in_state(self) -> bool:
+        """Whether generation's keys and values are a part of its worker's state: an engine of
+        another package has taken them when it is there, and gives them up when it steps aside."""
+        generation = self.recipe.generation
+        return generation.engine != "native" and self.reserved(generation.cache_gb) is not None
+
+    def generator(self, layouts: Sequence[Layout]) -> WorkerWork:
+        """Return the state of the worker that generates, and what is published to it."""
+        cache = self.reserved(self.recipe.generation.cache_gb) if self.caches_in_state else None
+        cached = {} if cache is None else {KEYS_AND_VALUES: cache}
+        size = self.drawn_weight_bytes
+        states = [(one, {"weights": size / one.lanes, **cached}) for one in layouts]
+        return WorkerWork(states, self._published_bytes, dropped=tuple(cached))
+
+    def _generating(
+        self, layout: Layout, own: int, reserved: float | None, in_state: bool
+    ) -> LayoutWork:
         model, prompt, lanes = self.model, self.answers.prompt_tokens, layout.lanes
         rounds = Rounds(
             admit=lambda prompts: prefill(model, prompts * prompt, prompt / 2, lanes),
@@ -421,7 +452,8 @@ class RecipeWork:
             unit_bytes=self.token_bytes(lanes),
             limits=(*(limit for limit in RUNNING if limit < own), own),
             what=KEYS_AND_VALUES,
-            reserved_bytes=self.reserved(cache_gb),
+            reserved_bytes=reserved,
+            in_state=in_state,
         )
         recipe = self.recipe
         read = min(PREFILL_TOKENS, math.ceil(recipe.prompts_per_step * prompt))
@@ -452,23 +484,36 @@ class RecipeWork:
             ),
         )
 
+    @property
+    def _recomputes(self) -> bool:
+        return self.recipe.training.checkpoints_on(self.device.kind)
+
     def _training(self, division: Division) -> LayoutWork:
-        model = self.model
-        recomputes = self.recipe.training.checkpoints_on(self.device.kind)
         return LayoutWork(
-            layout_of(division, model),
-            lambda n: training_pass(
-                model, self.answers, n, division, self._microbatch(self._at_a_time), recomputes
-            ),
-            lambda replicas: self._update(division, replicas),
+            layout_of(division, self.model),
+            lambda n: self._gradient(division, n),
+            lambda replicas: self._finish(division, replicas),
             lambda n: training_parts(
-                model,
+                self.model,
                 division,
                 self._packed(n, division, self._at_a_time),
-                recomputes,
+                self._recomputes,
                 self._trained_number,
             ),
         )
+
+    def _gradient(self, division: Division, count: int) -> Work:
+        size = self._microbatch(self._at_a_time)
+        return training_pass(self.model, self.answers, count, division, size, self._recomputes)
+
+    def _finish(self, division: Division, replicas: int) -> Work:
+        """Return the end of a mini-batch: its update, and all of it again in further epochs."""
+        update, again = self._update(division, replicas), self.recipe.algorithm.epochs - 1
+        if not again:
+            return update
+        count = math.ceil(self.recipe.samples_per_minibatch / replicas)
+        epoch = replace(update, then=(*update.then, self._gradient(division, count)))
+        return replace(update, then=(*update.then, epoch.times(again)))
 
     def _update(self, division: Division, replicas: int) -> Work:
         work = update(self.model, division, replicas)
