@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from m2flow.models.shape import KNOWN_MODELS
 from m2flow.workloads.agentic.workload import WORKLOAD
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.workload import NOTHING_ASSUMED, Assumed
+from m2flow.workloads.reasoning.workers import Learner
 from tests.cli.conftest import run_command
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -56,6 +58,31 @@ def test_more_turns_and_longer_answers_cost_more() -> None:
     assert turns_and_seconds("generation.max_new_tokens=1024")[1] > 1.5 * seconds
     longer = Assumed(model="Qwen2.5-7B")
     assert turns_and_seconds(assumed=longer)[1] > seconds
+
+
+def test_adapters_that_are_published_cost_less_than_a_model() -> None:
+    from m2flow.plan.profile.clusters import parse_cluster
+
+    def published(*changes: str) -> float:
+        recipe = read_recipe(RECIPES / "qwen2.5-3b-grpo-search.yaml", list(changes))
+        graph = WORKLOAD.flow(recipe).trace()  # type: ignore[arg-type]
+        pricer = WORKLOAD.prices(recipe, graph, NOTHING_ASSUMED)  # type: ignore[arg-type]
+        (device,) = parse_cluster("1x8xH100").kinds.values()
+        return pricer(device, 8).workers["generator"].weight_bytes
+
+    whole = published()
+    assert published("model.lora_rank=16") == whole
+    assert published("model.lora_rank=16", "model.lora_publish=adapter") < whole / 20
+
+
+@pytest.mark.parametrize("model", ["Qwen2.5-7B", "Qwen3-30B-A3B"])
+def test_layouts_are_those_of_the_model_that_is_planned(model: str) -> None:
+    """They were checked against the recipe's own model, a tiny one where it names none."""
+    recipe = read_recipe(RECIPES / "agentic-calculator.yaml", [])
+    flow = WORKLOAD.flow(recipe, model)  # type: ignore[arg-type]
+    learner = flow.workers["learner"]
+    assert isinstance(learner, Learner)
+    assert learner.shape == KNOWN_MODELS[model]
 
 
 def test_what_an_agent_takes_is_in_no_data_sheet(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from m2flow.workloads.common.workload import Assumed, Examination
 from m2flow.workloads.reasoning.files import without_warmup
 from m2flow.workloads.reasoning.supported import check_model
 from m2flow.workloads.reasoning.workers import ModelSource
-from m2flow.workloads.reasoning.workload import Reasoning
+from m2flow.workloads.reasoning.workload import Reasoning, shaped
 
 if TYPE_CHECKING:
     from m2flow.workloads.agentic.experiment import AgenticExperiment
@@ -39,7 +39,7 @@ class Agentic(Reasoning):
 
     def flow(self, recipe: AgenticRecipe, model: str | None = None) -> Flow:  # type: ignore[override]
         check_model(recipe, model)
-        return recipe_flow(recipe, ModelSource(recipe.model.path or ""))
+        return shaped(recipe_flow(recipe, ModelSource(recipe.model.path or "")), recipe, model)
 
     def _check(self, recipe: AgenticRecipe) -> None:  # type: ignore[override]
         self.experiment(without_warmup(recipe))

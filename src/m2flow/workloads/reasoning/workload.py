@@ -15,7 +15,7 @@ from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.workload import Assumed, Examination
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.files import lacking, names_files, without_warmup
-from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.reasoning.flow import PolicyGradient, recipe_flow
 from m2flow.workloads.reasoning.named import check_task, rewards_of, task_of
 from m2flow.workloads.reasoning.supported import check_model, known_shape
 from m2flow.workloads.reasoning.work import prices
@@ -30,6 +30,23 @@ SHAPES = (
     "training",
 )  # fmt: skip
 """Keys of a recipe that say what a step has to do."""
+
+
+def shaped(flow: PolicyGradient, recipe: ReasoningRecipe, model: str | None) -> Flow:
+    """Have a flow's workers declare layouts for a model that is planned in the recipe's place.
+
+    Args:
+        flow: of the recipe.
+        recipe: whose model it is otherwise.
+        model: a folder, a `config.json` or a known name; None for the recipe's own.
+    """
+    if model is not None:
+        shape = known_shape(recipe, model)
+        flow.generator.key_value_heads = None if shape is None else shape.kv_heads
+        for worker in flow.workers.values():
+            if isinstance(worker, Divided):
+                worker.shape = shape
+    return flow
 
 
 class Reasoning:
@@ -48,14 +65,7 @@ class Reasoning:
 
     def flow(self, recipe: ReasoningRecipe, model: str | None = None) -> Flow:
         check_model(recipe, model)
-        flow = recipe_flow(recipe, ModelSource(recipe.model.path or ""))
-        if model is not None:
-            shape = known_shape(recipe, model)
-            flow.generator.key_value_heads = None if shape is None else shape.kv_heads
-            for worker in flow.workers.values():
-                if isinstance(worker, Divided):
-                    worker.shape = shape
-        return flow
+        return shaped(recipe_flow(recipe, ModelSource(recipe.model.path or "")), recipe, model)
 
     def check_here(self, recipe: ReasoningRecipe) -> None:
         check_installed(recipe.generation.engine)
