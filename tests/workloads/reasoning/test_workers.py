@@ -472,6 +472,29 @@ def test_an_advantage_of_an_answer_is_whitened_as_that_of_its_tokens(samples: Ba
     assert torch.equal(whiten(samples)["advantages"].values, of_tokens)
 
 
+def test_whitening_is_over_what_is_trained_on(samples: Batch) -> None:
+    """Dropped groups and truncated answers stayed in mean and deviation."""
+    four = samples.select([0, 1, 2, 3]).with_columns(
+        completion_ids=Ragged.from_rows([torch.tensor([1])] * 4),
+        advantage=torch.tensor([0, 0, 0.5, -0.5], dtype=torch.float64),
+        failure=[""] * 4,
+    )
+
+    def white(drop_truncated: bool = False, **columns: Any) -> list[float]:
+        found = whiten(four.with_columns(**columns), drop_truncated=drop_truncated)
+        return [float(row[0]) for row in found["advantages"].rows()]
+
+    expected = [0.0, 0.0, pytest.approx(1), pytest.approx(-1)]
+    assert white(dropped=torch.tensor([True, True, False, False])) == expected
+    reasons = ["length", "length", "stop", "stop"]
+    assert white(finish_reason=reasons, drop_truncated=True) == expected
+    assert white(finish_reason=reasons) == [
+        0.0,
+        0.0,
+        *(pytest.approx(x) for x in (2**0.5, -(2**0.5))),
+    ]
+
+
 # What else a reward is, and what is trained on
 
 
@@ -517,6 +540,14 @@ def test_groups_are_compared_by_shaped_rewards(samples: Batch) -> None:
             x for place, x in enumerate(rewards[start : start + GROUP], start) if place != row
         ]
         assert float(found[row]) == pytest.approx(reward - statistics.mean(others))
+
+
+def test_groups_are_dropped_by_what_was_given_for_answers(samples: Batch) -> None:
+    """With an overlong penalty or a KL in the reward no group was equal, and none dropped."""
+    shaped = shape_reward(referred(partly_cut(samples)), max_tokens=6, buffer=4, kl=0.5)
+    assert len(set(shaped["shaped"][GROUP : 2 * GROUP].tolist())) == GROUP
+    dropped = group_advantage(shaped, group_size=GROUP, drop_equal=True)["dropped"].tolist()
+    assert dropped == [row // GROUP == 1 for row in range(len(samples))]
 
 
 def test_rewards_to_go_against_a_loop(samples: Batch) -> None:

@@ -122,6 +122,7 @@ def recipe_flow(
         "reference": Reference(model, recipe) if algorithm.kl_coefficient > 0 else None,
         "recompute_logprobs": recipe.training.recompute_logprobs,
         "scale": algorithm.scale,
+        "drop_truncated": algorithm.truncated == "drop",
         "leave_one_out": algorithm.name == "rloo",
         "drop_equal": algorithm.equal_groups == "drop",
         "credit": episode.credit,

@@ -44,6 +44,7 @@ class PolicyGradient(Flow):
     kl_in_reward: float = 0.0
     overlong_buffer: int = 0
     scale: str = "group"
+    drop_truncated: bool = False
 
     def judged(self, samples: Stream) -> Stream:
         """Rewards with what the models say that judge too, if there are any."""
@@ -67,7 +68,7 @@ class PolicyGradient(Flow):
     def prepared(self, samples: Stream) -> Stream:
         """Advantages in the scale of the step; what the loss needs of the policy and reference."""
         if self.scale == "step":
-            samples = whiten(samples)
+            samples = whiten(samples, drop_truncated=self.drop_truncated)
         if self.recompute_logprobs:
             samples = self.learner.logprobs(samples)
         if self.reference is not None and not self.kl_in_reward:
@@ -187,6 +188,7 @@ def recipe_flow(
         "kl_in_reward": algorithm.kl_in_reward,
         "overlong_buffer": algorithm.overlong_buffer,
         "scale": algorithm.scale,
+        "drop_truncated": algorithm.truncated == "drop",
     }
     if algorithm.name in OF_GROUPS:
         return GRPO(

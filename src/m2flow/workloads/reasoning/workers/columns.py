@@ -131,8 +131,8 @@ def judged(samples: Batch) -> Tensor:
     return torch.tensor([not why for why in samples["failure"]], dtype=torch.bool)
 
 
-def kept_rows(samples: Batch, *, drop_truncated: bool) -> Tensor | None:
-    """Int64, the samples that are trained on; None where that is all of them."""
+def kept(samples: Batch, *, drop_truncated: bool) -> Tensor:
+    """Bool [B], the samples that are trained on."""
     import torch
 
     kept_B = judged(samples)
@@ -141,4 +141,10 @@ def kept_rows(samples: Batch, *, drop_truncated: bool) -> Tensor | None:
     if drop_truncated:
         whole = [reason == "stop" for reason in samples["finish_reason"]]
         kept_B &= torch.tensor(whole, dtype=torch.bool)
+    return kept_B
+
+
+def kept_rows(samples: Batch, *, drop_truncated: bool) -> Tensor | None:
+    """Int64, the samples that are trained on; None where that is all of them."""
+    kept_B = kept(samples, drop_truncated=drop_truncated)
     return None if bool(kept_B.all()) else kept_B.nonzero()[:, 0]

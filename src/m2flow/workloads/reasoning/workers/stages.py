@@ -6,7 +6,7 @@ from typing import Any
 
 from m2flow.flow import Batch, Ragged, stage
 from m2flow.workloads.reasoning.workers.carried import BEGUN, begun_answers, carried_groups
-from m2flow.workloads.reasoning.workers.columns import judged, lengths_of, token_pairs
+from m2flow.workloads.reasoning.workers.columns import judged, kept, lengths_of, token_pairs
 
 OUTCOME = (
     "prompt", "text", "answer", "reward", "failure", "finish_reason", "num_tokens",
@@ -88,7 +88,9 @@ def group_advantage(
         group_size: samples of a group.
         leave_one_out: against the mean of the others, without itself, and nothing is divided.
         normalize_std: whether to divide by the group's deviation.
-        drop_equal: nothing is trained on groups whose rewards are all the same (`dropped`).
+        drop_equal: nothing is trained on groups whose rewards are all the same (`dropped`): what
+            functions and models gave, with the rewards of turns where there are some; an overlong
+            penalty and a KL set no two answers apart here.
         carries_over: nothing is trained on groups with an answer that goes on in a later step
             (`dropped`, `carried`).
     """
@@ -108,7 +110,10 @@ def group_advantage(
     samples = samples.without("spares").with_columns(advantage=advantages_B)  # no use any more
     dropped_B = torch.zeros(len(samples), dtype=torch.bool)
     if drop_equal:
-        dropped_B = equal_groups(rewards_B, group_size, judged_B)
+        given_B = rewards_B
+        if "turn_rewards" not in samples:
+            given_B = torch.tensor(samples["reward"], dtype=torch.float64)
+        dropped_B = equal_groups(given_B, group_size, judged_B)
     if carries_over:
         carried = carried_groups(samples, group_size)
         dropped_B = dropped_B | torch.tensor(carried, dtype=torch.bool)
@@ -189,10 +194,14 @@ def _drift(samples: Batch, kl: float) -> Any:
 
 
 @stage(unit="step")
-def whiten(samples: Batch) -> Batch:
-    """Brings `advantages` to mean 0 and deviation 1 over all tokens of the step.
+def whiten(samples: Batch, *, drop_truncated: bool = False) -> Batch:
+    """Brings `advantages` to mean 0 and deviation 1 over all tokens that are trained on.
 
     An `advantage` of each answer is that of each of its tokens.
+
+    Args:
+        samples: all of the step.
+        drop_truncated: nothing is trained on answers that were cut off.
     """
     import torch
 
@@ -203,12 +212,10 @@ def whiten(samples: Batch) -> Batch:
         advantages_T = samples["advantages"].values
     else:
         advantages_T = torch.repeat_interleave(samples["advantage"], lengths_B)
-    judged_B = judged(samples)
-    if "carried" in samples:
-        judged_B &= ~torch.tensor(samples["carried"], dtype=torch.bool)
-    judged_T = torch.repeat_interleave(judged_B, lengths_B)
+    kept_B = kept(samples, drop_truncated=drop_truncated)
+    kept_T = torch.repeat_interleave(kept_B, lengths_B)
     if "loss_mask" in samples:
-        judged_T &= samples["loss_mask"].values
+        kept_T &= samples["loss_mask"].values
     white_T = torch.zeros_like(advantages_T)
-    white_T[judged_T] = whitened(advantages_T[judged_T])
+    white_T[kept_T] = whitened(advantages_T[kept_T])
     return samples.with_columns(advantages=Ragged(white_T, lengths_B.tolist()))
