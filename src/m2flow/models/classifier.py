@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from m2flow.errors import UserError, suggestion
 from m2flow.models.causal_lm import load_tokenizer, loaded
 from m2flow.models.folder import checked_folder, from_folder, model_folder, read_json
+from m2flow.models.tokenizer import spelled_out
 from m2flow.training.sharded import WHOLE, Shards
 
 HEAD = "ForSequenceClassification"
@@ -118,19 +119,19 @@ class Conversations:
         """A prompt and its answer, in the tokenizer's own chat template.
 
         A tokenizer without one takes the two texts as a pair, and then the prompt alone of what
-        stands `before`.
+        stands `before`. Names of special tokens in the answer are spelled out (`spelled_out`).
         """
         tokenizer = self.tokenizer
         if getattr(tokenizer, "chat_template", None):
             turns = [
                 *map(dict, before),
                 {"role": "user", "content": prompt},
-                {"role": "assistant", "content": answer},
+                {"role": "assistant", "content": spelled_out(answer, tokenizer)},
             ]
             text = tokenizer.apply_chat_template(turns, tokenize=False)
             found = tokenizer(text, add_special_tokens=False)
         else:
-            found = tokenizer(prompt, answer)
+            found = tokenizer(prompt, spelled_out(answer, tokenizer))
         return {name: list(found[name]) for name in READ if name in found}
 
 

@@ -7,6 +7,8 @@ the name of a special token inside a text is plain characters, never the special
 
 from __future__ import annotations
 
+from typing import Any
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -41,6 +43,21 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return _literal(tokenizer)
+
+
+def spelled_out(text: str, tokenizer: Any) -> str:
+    """Text with a space in the name of each special token, which stays text where it is encoded.
+
+    For what a policy has written, and stands within a template whose own special tokens count: by
+    their names an answer could end its turn, and go on as somebody else. A tokenizer that takes all
+    text literally needs none of it.
+    """
+    if getattr(tokenizer, "split_special_tokens", False):
+        return text
+    named = {str(one) for one in tokenizer.added_tokens_decoder.values() if one.special}
+    for name in sorted(named, key=len, reverse=True):
+        text = text.replace(name, f"{name[0]} {name[1:]}")
+    return text
 
 
 def _literal(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from m2flow.flow import Batch
+from m2flow.workloads.reasoning.workers.carried import OPEN
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +103,7 @@ def with_score(
         name: who has scored.
         scores: of each sample; None where there is no score, so that the sample has no reward. One
             that is not finite is none.
-        why: in words, where there is None.
+        why: in words, where there is None; "" of a sample that is `unjudged`, which stays as it is.
         weight: of the score in the reward.
     """
     rewards, failures, kept = [], [], list(scores)
@@ -111,7 +112,7 @@ def with_score(
     ):
         if score is not None and not math.isfinite(score):
             kept[row], score, reason = None, None, f"gave {score!r}, no number"
-        failures.append(failure or ("" if score is not None else f"reward {name} {reason}"))
+        failures.append(failure or (f"reward {name} {reason}" if score is None and reason else ""))
         rewards.append(0.0 if failures[-1] or score is None else reward + weight * score)
     columns = {
         "verified": samples["verified"] if "verified" in samples else samples["reward"],
@@ -120,6 +121,12 @@ def with_score(
         f"{name}_score": kept,
     }
     return samples.with_columns(**columns)
+
+
+def unjudged(samples: Batch) -> list[bool]:
+    """Of each sample whether no model judges it: it has no reward, or goes on in a later step."""
+    columns = samples["failure"], samples["finish_reason"]
+    return [bool(why) or reason == OPEN for why, reason in zip(*columns, strict=True)]
 
 
 def judged(samples: Batch) -> Tensor:

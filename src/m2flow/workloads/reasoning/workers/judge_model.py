@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator as Coroutine
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Place, stage
 from m2flow.workloads.reasoning.reward_sections import JudgeSection
-from m2flow.workloads.reasoning.workers.columns import with_score
+from m2flow.workloads.reasoning.workers.columns import unjudged, with_score
 from m2flow.workloads.reasoning.workers.drawing import Drawing
 from m2flow.workloads.reasoning.workers.generator import Generator
 from m2flow.workloads.reasoning.workers.source import ModelSource
@@ -55,8 +55,9 @@ class JudgeModel(Generator):
     def score(self, samples: Batch) -> Coroutine[Batch, Batch | None, None]:
         """Adds the weighted score to `reward`, `judge_score`, and `judge`: what it has written.
 
-        A sample without a reward is not judged. One of which the judge gives no score, or that does
-        not fit into its context, has no reward (`failure`).
+        A sample without a reward is not judged, nor an answer that goes on in a later step. One of
+        which the judge gives no score, or that does not fit into its context, has no reward
+        (`failure`).
         """
         from m2flow.generation.records import SamplingParams
 
@@ -83,6 +84,14 @@ def judge_chat(tokenizer: Any, section: JudgeSection) -> Chat | None:
     return chat_of(tokenizer, None, None, section.chat_options, "judge.chat_options")
 
 
+def asked(question: str, before: Sequence[Mapping[str, str]] = ()) -> str:
+    """What a judge is told of a question: of a conversation the earlier turns too."""
+    if not before:
+        return question
+    turns = (*before, {"role": "user", "content": question})
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+
+
 @dataclass(slots=True)
 class _Judging(Drawing):
     """The samples that one call judges; in `unasked` is why some are not asked about."""
@@ -95,12 +104,16 @@ class _Judging(Drawing):
         from m2flow.generation.records import Request
 
         requests, ended = [], []
-        columns = (prompts[name] for name in ("prompt", "text", "answer", "failure", "seed"))
-        for row, (item, *values) in enumerate(zip(prompts.ids, *columns, strict=True)):
-            question, text, gold, failure, seed = values
+        before = prompts["before"] if "before" in prompts else [()] * len(prompts)
+        columns = (prompts[name] for name in ("prompt", "text", "answer", "seed"))
+        silent = unjudged(prompts)
+        for row, (item, turns, *values) in enumerate(
+            zip(prompts.ids, before, *columns, strict=True)
+        ):
+            question, text, gold, seed = values
             self.running[item] = (prompts, row)
-            ids, why = ([], "") if failure else self._asked(question, text, gold)
-            if failure or why:
+            ids, why = ([], "") if silent[row] else self._asked(asked(question, turns), text, gold)
+            if silent[row] or why:
                 self.unasked[item] = why
                 ended.append(_nothing(item))
             else:
@@ -110,10 +123,12 @@ class _Judging(Drawing):
 
     def _asked(self, question: str, text: str, gold: str) -> tuple[list[int], str]:
         """What the judge is to read, or why it cannot."""
+        from m2flow.models.tokenizer import spelled_out
         from m2flow.workloads.reasoning.encoding import prompt_rows
         from m2flow.workloads.reasoning.tasks import Problem
 
         judge, new = self.judge, self.params.max_new_tokens
+        text = spelled_out(text, judge.tokenizer)
         problem = Problem(judge.section.question(question, text, gold), "")
         try:
             (ids,) = prompt_rows(judge.tokenizer, [problem], judge.chat, judge.name)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from m2flow.flow import Batch, Layout, Place, stage
 from m2flow.training.division import Division
 from m2flow.workloads.reasoning.reward_sections import RewardModelSection
-from m2flow.workloads.reasoning.workers.columns import with_score
+from m2flow.workloads.reasoning.workers.columns import unjudged, with_score
 from m2flow.workloads.reasoning.workers.source import Divided, ModelSource, divided, layout_of
 
 
@@ -39,18 +39,20 @@ class RewardModel(Divided):
     def score(self, samples: Batch) -> Batch:
         """Adds the weighted score to `reward`, and `reward_model_score`.
 
-        A sample without a reward is not read, and one that is longer than the classifier's context
-        has none (`failure`).
+        A sample without a reward is not read, nor an answer that goes on in a later step; one that
+        is longer than the classifier's context has none (`failure`).
         """
         from m2flow.models.classifier import sequence_scores
 
         before = samples["before"] if "before" in samples else [()] * len(samples)
-        columns = (samples["prompt"], samples["text"], before, samples["failure"])
+        columns = (samples["prompt"], samples["text"], before, unjudged(samples))
         context = self.conversations.context
         asked, rows = [], []
         scores: list[float | None] = [None] * len(samples)
-        for row, (prompt, text, turns, failure) in enumerate(zip(*columns, strict=True)):
-            if failure:
+        why = [f"reads at most {context} tokens, and prompt and answer have more"] * len(samples)
+        for row, (prompt, text, turns, silent) in enumerate(zip(*columns, strict=True)):
+            if silent:
+                why[row] = ""
                 continue
             encoded = self.conversations.encoded(prompt, text, turns)
             if encoded["input_ids"] and (context is None or len(encoded["input_ids"]) <= context):
@@ -61,5 +63,4 @@ class RewardModel(Divided):
         )
         for row, score in zip(asked, found, strict=True):
             scores[row] = score
-        why = [f"reads at most {context} tokens, and prompt and answer have more"] * len(samples)
         return with_score(samples, self.name, scores, why, self.section.weight)
