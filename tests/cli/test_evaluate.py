@@ -205,6 +205,10 @@ def test_a_reward_of_ones_own(run: Path, problems: Path, m2flow: M2flow, refused
         (["--temperature", "-0.5"], ["--temperature", "Invalid value"]),
         (["--temperature", "nan"], ["--temperature"]),
         (["--temperature", "inf"], ["--temperature", "got inf"]),
+        (
+            ["--temperature", "0.001", "--engine", "vllm"],
+            ["--temperature: vLLM draws at 0.01", "got 0.001", "at least 0.01"],
+        ),
         (["--seed", "-1"], ["--seed", "Invalid value"]),
         (["--on-bad-row", "ignore"], ["--on-bad-row", "'ignore'", "fail or skip"]),
         (["--lanes", "cpu:64"], ["lanes", "'cpu:64'", "at most"]),

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from m2flow.errors import UserError
 from m2flow.flow import Batch
+from m2flow.workloads.agentic.dialect import TagDialect
 from m2flow.workloads.agentic.experiment import AgenticExperiment, turn_figures
+from m2flow.workloads.agentic.flow import episode_of
 from m2flow.workloads.agentic.tasks.lookup import HELD_OUT, KNOWN, Lookup, code, friend, passages
+from m2flow.workloads.reasoning.workers.columns import kept
 from tests.cli.conftest import run_command
 
 MakeRecipe = Any
@@ -85,6 +90,21 @@ def test_schemas_of_tools_are_told_where_calls_are_json(
         assert (b"<tools>" in prompt) is wanted
 
 
+def test_without_a_chat_template_calls_stand_between_tags(
+    tiny_recipe: MakeRecipe, chat_folder: Path
+) -> None:
+    """Calls were read as JSON in turns of a template that nobody had told of any tool."""
+    words = {"model": {"path": str(chat_folder)}, "warmup": {"steps": 0}, "data": {"chat": False}}
+    experiment = AgenticExperiment(tiny_recipe(**words))
+    assert isinstance(experiment._dialect_of(experiment._starting_tokenizer()), TagDialect)
+    workers = experiment.flow().workers
+    for name in ("generator", "tools"):
+        assert vars(workers[name])["episode"].dialect == "tags"
+    for more in ({"episode": {"dialect": "chat"}}, {"agent": "tests.workloads.agentic:some"}):
+        with pytest.raises(UserError, match=r"^data\.chat: .*turns of a chat template"):
+            episode_of(tiny_recipe(**words, **more))
+
+
 def test_facts_are_found_and_nobody_knows_them_by_heart() -> None:
     facts = passages()
     assert len(facts) == 2 * len({*HELD_OUT, *KNOWN}) == 1200
@@ -116,3 +136,33 @@ def test_a_malformed_call_counts_among_those_that_were_asked() -> None:
     right = {**turn, "tools": ["search"], "malformed": 0, "errors": 0}
     output = Batch({"turns": [[turn], [right, turn, turn]], "finish_reason": ["stop", "stop"]})
     assert turn_figures(output)["tools/error_share"] == 0.75
+
+
+def test_a_trajectory_that_has_had_its_turns_was_cut_off(tiny_recipe: MakeRecipe) -> None:
+    """`truncated: drop` leaves it out; the share of those that were cut off did not count it."""
+    reasons = ["stop", "length", "turns", "stop"]
+    turn = {
+        "text": "", "tools": [], "malformed": 0, "errors": 0, "cut": 0, "seconds": 0.0,
+        "result_tokens": 0,
+    }  # fmt: skip
+    output = Batch(
+        {
+            "reward": [1.0, 0.0, 0.0, 1.0],
+            "failure": [""] * 4,
+            "finish_reason": reasons,
+            "num_tokens": [3] * 4,
+            "num_prompt_tokens": [4] * 4,
+            "turns": [[turn]] * 4,
+            "prompt": ["p"] * 4,
+            "text": ["t"] * 4,
+            "answer": ["a"] * 4,
+        }
+    )
+    kept_B = kept(output, drop_truncated=True)
+    assert kept_B.tolist() == [True, False, False, True]
+    experiment = AgenticExperiment(tiny_recipe(samples_per_prompt=2))
+    result: Any = SimpleNamespace(output=output, step=0, metrics={})
+    assert experiment.metrics(result)["length/truncated_share"] == 1 - kept_B.double().mean()
+    (alarm,) = experiment.alarms(result)
+    assert alarm.startswith("50% of the answers are cut off at episode.max_tokens = 80")
+    assert "after episode.max_turns = 3" in alarm

@@ -31,6 +31,7 @@ from m2flow.workloads.reasoning.named import task_of
 from m2flow.workloads.reasoning.reward_sections import JudgeSection, RewardModelSection
 from m2flow.workloads.reasoning.tasks import Problem
 from m2flow.workloads.reasoning.workers import ModelSource
+from m2flow.workloads.reasoning.workers.columns import with_score
 from m2flow.workloads.reasoning.workers.judge_model import JudgeModel
 from m2flow.workloads.reasoning.workers.reward_model import RewardModel
 
@@ -422,6 +423,18 @@ def test_a_sample_that_nobody_compares_is_no_group_that_teaches_nothing(
     result = of_output(OUTPUT.with_columns(finish_reason=["stop"] * 6))
     assert "reward/zero_variance_share" not in experiment.metrics(result)
     assert not experiment.alarms(result)
+
+
+def test_accuracy_is_over_what_functions_could_judge(tiny_recipe: MakeRecipe) -> None:
+    """Where a model judged too, answers whose function had failed counted as wrong."""
+    failed = OUTPUT.with_columns(failure=["", "it raised", "", "", "", ""])
+    judged = with_score(
+        failed, "judge", [0.5, None, 0.5, None, 0.5, 0.5], ["says nothing"] * 6, 1.0
+    )
+    experiment = ReasoningExperiment(tiny_recipe(samples_per_prompt=2))
+    for output in (failed, judged):
+        figures = experiment.metrics(of_output(output))
+        assert figures["accuracy/mean"] == pytest.approx(3 / 5)
 
 
 def of_output(output: Batch) -> Any:

@@ -14,7 +14,7 @@ from m2flow.training.rollouts import TokenPairs
 from m2flow.user_code import user_function
 from m2flow.workloads.agentic.config import AgenticRecipe
 from m2flow.workloads.agentic.dialect import ChatDialect, Dialect, dialect_of
-from m2flow.workloads.agentic.flow import Agent, HostedAgent, recipe_flow
+from m2flow.workloads.agentic.flow import Agent, HostedAgent, episode_of, recipe_flow
 from m2flow.workloads.agentic.tasks import TASKS, TaskWithTurns
 from m2flow.workloads.agentic.workers.tool_user import toolbox_of
 from m2flow.workloads.common.workload import RunProgress
@@ -26,6 +26,9 @@ from m2flow.workloads.reasoning.workers import ModelSource
 
 GIVEN_UP = ("tool", "agent")
 """Reasons why a trajectory ended in which somebody failed who is not the policy."""
+
+LIMITED = ("length", "turns")
+"""Reasons why a trajectory was cut off: its tokens, or its turns, were used up."""
 
 SHOWN_TURNS = ("text", "tools", "result")
 """What samples.jsonl has of a turn."""
@@ -47,8 +50,9 @@ class AgenticExperiment(ReasoningExperiment):
     tasks = TASKS
     names = Names(max_new_tokens="episode.max_tokens")
     cut = (
-        "at episode.max_tokens = {recipe.episode.max_tokens}, or in a turn at "
-        "generation.max_new_tokens = {recipe.generation.max_new_tokens}: raise them"
+        "at episode.max_tokens = {recipe.episode.max_tokens}, after episode.max_turns = "
+        "{recipe.episode.max_turns}, or in a turn at generation.max_new_tokens = "
+        "{recipe.generation.max_new_tokens}: raise them"
     )
     recipe: AgenticRecipe
 
@@ -67,9 +71,10 @@ class AgenticExperiment(ReasoningExperiment):
 
     def _dialect_of(self, tokenizer: Any) -> Dialect:
         recipe, options = self.recipe, self.recipe.data.template_variables
+        episode = episode_of(recipe)
         if recipe.agent is not None:
-            return ChatDialect(tokenizer, recipe.episode.max_tokens, options)
-        return dialect_of(tokenizer, recipe.episode, self.tools, options)
+            return ChatDialect(tokenizer, episode.max_tokens, options)
+        return dialect_of(tokenizer, episode, self.tools, options)
 
     def _chat_options(self, tokenizer: Any) -> Mapping[str, Any]:
         options = self.recipe.data.chat_options
@@ -130,7 +135,7 @@ class AgenticExperiment(ReasoningExperiment):
 
     def metrics(self, result: StepResult) -> dict[str, float]:
         reasons = result.output["finish_reason"]
-        truncated = reasons.count("length") / len(reasons)
+        truncated = sum(why in LIMITED for why in reasons) / len(reasons)
         figures = super().metrics(result) | turn_figures(result.output)
         return figures | {"length/truncated_share": truncated}
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from m2flow.errors import UserError
 from m2flow.flow import Stream, loop
 from m2flow.rewards.reward import WeightedReward
-from m2flow.workloads.agentic.config import AgenticRecipe
+from m2flow.workloads.agentic.config import AgenticRecipe, EpisodeSection
 from m2flow.workloads.agentic.episodes import begin_episodes
 from m2flow.workloads.agentic.workers import (
     AgentHost,
@@ -86,6 +87,26 @@ class HostedAgent(Trajectories):
         return self.generator.host(prompts, samples_per_prompt=count, greedy=greedy)
 
 
+def episode_of(recipe: AgenticRecipe) -> EpisodeSection:
+    """The recipe's section on episodes; where no chat template is used, `auto` is `tags`.
+
+    Raises:
+        UserError: calls are to be turns of a chat template, and none is used.
+    """
+    episode = recipe.episode
+    if recipe.data.chat is not False:
+        return episode
+    if episode.dialect == "chat" or recipe.agent is not None:
+        whose = "an agent's" if recipe.agent is not None else "the dialect's"
+        raise UserError(
+            f"{whose} calls and answers are turns of a chat template",
+            key="data.chat",
+            value=False,
+            hint="take it out",
+        )
+    return episode.model_copy(update={"dialect": "tags"})
+
+
 def recipe_flow(
     recipe: AgenticRecipe,
     model: ModelSource,
@@ -104,7 +125,7 @@ def recipe_flow(
         checkpoint: go on from here.
     """
     algorithm, policy = recipe.algorithm, saved(recipe, model, checkpoint)
-    generation, episode = recipe.generation, recipe.episode
+    generation, episode = recipe.generation, episode_of(recipe)
     drawing = {
         "samples_per_prompt": recipe.samples_per_prompt,
         **{name: getattr(generation, name) for name in DRAWING},

@@ -136,6 +136,14 @@ def _check(asked: Examination) -> None:
     """Refuse what neither data nor tokenizer are needed for."""
     if asked.data is None:
         raise UserError("is missing", key="--data", expected="problems as JSON lines")
+    engine, temperature = ENGINES[asked.engine], asked.temperature or 0.0
+    if 0.0 < temperature < engine.least_temperature:
+        raise UserError(
+            f"{engine.label} draws at {engine.least_temperature} where less is asked",
+            key="--temperature",
+            value=temperature,
+            expected=f"0 for the likeliest tokens, or at least {engine.least_temperature}",
+        )
     check_installed(asked.engine)
     if asked.dtype is not None and asked.dtype not in ("auto", *ENGINES[asked.engine].dtypes):
         known = " or ".join(ENGINES[asked.engine].dtypes)

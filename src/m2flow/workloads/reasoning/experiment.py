@@ -8,6 +8,7 @@ sampler whose state lies in each checkpoint.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -375,8 +376,8 @@ class ReasoningExperiment:
         compares = self.recipe.algorithm.name in OF_GROUPS
         figures = sample_figures(output, self.recipe.samples_per_prompt if compares else None)
         if self.recipe.verifies and "verified" in output:  # of functions, whatever models add
-            right = [worth >= 1.0 for worth in output["verified"]]
-            figures["accuracy/mean"] = sum(right) / len(right)
+            right = [worth >= 1.0 for worth in output["verified"] if worth is not None]
+            figures["accuracy/mean"] = sum(right) / len(right) if right else math.nan
         if "version" in output:
             oldest = min(first for first, _ in output["version"])
             figures["staleness/oldest_token"] = float(step - oldest)

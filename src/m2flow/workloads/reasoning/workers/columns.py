@@ -96,7 +96,7 @@ def with_score(
 ) -> Batch:
     """Samples whose `reward` has one more part, and the score itself as `NAME_score`.
 
-    What functions alone gave stays as `verified`.
+    What functions alone gave stays as `verified`; None where they failed.
 
     Args:
         samples: with `reward` and `failure`; one that has failed stays without a reward.
@@ -114,8 +114,13 @@ def with_score(
             kept[row], score, reason = None, None, f"gave {score!r}, no number"
         failures.append(failure or (f"reward {name} {reason}" if score is None and reason else ""))
         rewards.append(0.0 if failures[-1] or score is None else reward + weight * score)
+    if "verified" in samples:
+        of_functions = samples["verified"]
+    else:
+        given = zip(samples["reward"], samples["failure"], strict=True)
+        of_functions = [None if failure else reward for reward, failure in given]
     columns = {
-        "verified": samples["verified"] if "verified" in samples else samples["reward"],
+        "verified": of_functions,
         "reward": rewards,
         "failure": failures,
         f"{name}_score": kept,
