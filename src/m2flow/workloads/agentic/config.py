@@ -86,7 +86,7 @@ class EpisodeSection(Section):
     In the dialect `chat` a call is JSON in `<tool_call>` tags, and answers are turns of the chat
     template of the model's tokenizer. In `tags` a call stands between the two texts of `call`, and
     its answer between those of `result`, within one text. `auto` is `chat` where the tokenizer has
-    a template.
+    a template and `data.chat` is not false.
 
     With `credit: turn` a turn is credited with what follows it, instead of the whole trajectory.
     """
