@@ -37,7 +37,7 @@ NEUTRAL: tuple[tuple[str, Any], ...] = (
 """What requests may say of what is not served: that they do not ask for it."""
 
 CHOICES = ("auto", "required")
-"""What `tool_choice` may be. "required", which frameworks send by default, is left to the policy."""
+"""What `tool_choice` may be. "required", which some frameworks send, is left to the policy."""
 
 NO_SUCH_KEY = "no conversation has this key"
 
