@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -140,6 +141,17 @@ class Judge(Worker):
         return batch.with_columns(a=batch["y"] % 17)
 
 
+class RingedJudge(Judge):
+    """Refers to itself; its file, named by its lane, is there as long as it is."""
+
+    def load(self, place: Any) -> None:
+        super().load(place)
+        self.me = self
+        file = Path(self.death.folder) / f"alive {place.lane} {id(self)}"
+        file.touch()
+        weakref.finalize(self, file.unlink)
+
+
 class Learner(Worker):
     """Learns a number; it moves away from where it began with every mini-batch."""
 
@@ -259,8 +271,8 @@ def prompts(step: int) -> Batch:
 
 
 def start(chosen: Plan, death: Death, pool: LanePool | None, **options: Any) -> Run:
-    learner = options.pop("learner", Learner)(death)
-    flow = Training(sampler=Sampler(death), judge=Judge(death), learner=learner)
+    judge, learner = options.pop("judge", Judge)(death), options.pop("learner", Learner)(death)
+    flow = Training(sampler=Sampler(death), judge=judge, learner=learner)
     where = {"mode": "eager"} if pool is None else {"plan": chosen, "lanes": pool}
     also = {"evaluate": ITEMS}
     return m2flow.launch(flow, items_per_step=ITEMS, also=also, **where, **options)
@@ -337,6 +349,17 @@ def test_a_run_that_loses_a_lane_gives_what_an_undisturbed_one_gives(
         "asked",
     ):  # then no step was under way, and the next one tells
         assert [span.lane for span in spans] == [loss.lane]
+
+
+def test_workers_from_before_a_loss_give_their_memory_back(
+    pool: LanePool, tmp_path: Path, undisturbed: list[Any]
+) -> None:
+    """One that was closed, and referred to itself, stayed beside the one that was loaded then."""
+    with start(APART, Death("train", 1, str(tmp_path)), pool, judge=RingedJudge) as run:
+        assert seen(run).figures == undisturbed
+        alive = [file.name.split()[1] for file in tmp_path.glob("alive *")]
+    assert [loss.lane for loss in run.losses] == [2], "the learner's lane was to be lost"
+    assert alive == ["1"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -183,6 +184,55 @@ class Tidy(flows.Sampler):
     def close(self) -> None:
         (self.folder / str(self.place.lane)).touch()
         super().close()
+
+
+class Ringed(flows.Judge):
+    """Refers to itself, as most workers do by what they hold; a file is there while it is."""
+
+    def __init__(self, folder: Path, narrow: bool = False) -> None:
+        super().__init__()
+        self.folder, self.narrow = folder, narrow
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        self.me = self
+        file = self.folder / f"{place.lane} {id(self)}"
+        file.touch()
+        weakref.finalize(self, file.unlink)
+        if self.narrow and place.size > 2:
+            raise MemoryError("no room for 7 GB")
+
+
+def lanes_of_those_alive(folder: Path) -> list[int]:
+    return sorted(int(file.name.split()[0]) for file in folder.iterdir())
+
+
+def test_closed_workers_give_their_memory_back(pool: LanePool, tmp_path: Path) -> None:
+    """Those that refer to themselves stayed, with all that they held, when the next were loaded."""
+    flow = flows.Toy(sampler=flows.Sampler(), judge=Ringed(tmp_path), learner=flows.Learner())
+    for _ in range(2):
+        run, scenario = _toy_run(pool, flow)
+        with run:
+            assert lanes_of_those_alive(tmp_path) == [0, 1]
+            run.step(scenario.batches[0])
+            moved = dict(run.plan.placements)
+            moved["judge"] = replace(moved["judge"], replicas=((2,),))
+            assert run.replan(replace(run.plan, lanes=LANES, placements=moved)).moved == ("judge",)
+            assert lanes_of_those_alive(tmp_path) == [2]
+            run.step(scenario.batches[1])
+
+
+def test_workers_of_a_plan_that_could_not_be_loaded_give_theirs_back(
+    pool: LanePool, tmp_path: Path
+) -> None:
+    judge = Ringed(tmp_path, narrow=True)
+    flow = flows.Toy(sampler=flows.Sampler(), judge=judge, learner=flows.Learner())
+    run, scenario = _toy_run(pool, flow)
+    with run:
+        apart = build_plan("collocated", run.graph, LANES, scenario.items_per_step)
+        with pytest.raises(NotLoaded, match="no room for 7 GB"):
+            run.replan(apart)
+        assert lanes_of_those_alive(tmp_path) == [0, 1]
 
 
 def test_a_plan_that_cannot_be_loaded_leaves_the_run_as_it_was(

@@ -44,7 +44,7 @@ from m2flow.runtime.lane.exchange import Exchange, ItemsKey
 from m2flow.runtime.lane.exhausted import name_residents
 from m2flow.runtime.lane.host import LaneHost, share_of
 from m2flow.runtime.lane.journal import JournalPlace, JournalWriter
-from m2flow.runtime.lane.loading import Loader, close_workers, save
+from m2flow.runtime.lane.loading import Loader, close_workers, reclaim_memory, save
 from m2flow.runtime.lane.orders import (
     CallMethod,
     Close,
@@ -105,6 +105,7 @@ class LaneExecutor:
         self._stuck: dict[str, BaseException] = {}
         self._host = LaneHost(lane, {}, {})
         self._loader = Loader(context, exchange, lambda *begun: self._say(Loading(*begun)))
+        self._load_failed = False
         self._deadline_seconds = 600.0
         self._gauge: MemoryGauge | None = None
         self._journal: JournalWriter | None = None
@@ -161,15 +162,19 @@ class LaneExecutor:
 
     def _load(self, order: Load) -> None:
         state_bytes: dict[str, int] = {}
-        raised = None
+        raised, keep = None, order.keep or ()
+        leftovers = self._load_failed or bool(self._host.workers.keys() - set(keep))
         try:
             gc.unfreeze()
-            self._close_workers(order.keep or ())
+            self._close_workers(keep)
+            if leftovers:  # what is not collected now stays for good once it is frozen
+                reclaim_memory()
             self._deadline_seconds = PEER_PATIENCE * order.deadline_seconds
             self._host = self._loader.load(order, self._host, state_bytes)
             gc.freeze()  # libraries and workers: to go through them takes 0.1 s
         except BaseException as error:
             raised = cloudpickle.dumps(self._portable(error))
+        self._load_failed = raised is not None
         self._say(Loaded(order.number, state_bytes, raised, time.time()))
 
     def _keep_rollouts(self, place: JournalPlace) -> None:
