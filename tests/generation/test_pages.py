@@ -285,6 +285,20 @@ def test_the_last_request_gives_a_budget_back() -> None:
     assert engine._cache.tensors()[0].numel() == 0
 
 
+@pytest.mark.parametrize("paged", [True, False])
+def test_a_budget_goes_back_to_the_device(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of slots too: torch kept their memory, cut it up for others, and had no room for the next."""
+    engine, held = engine_of(MODEL, paged, cache_bytes=64 * PAGE * CELL_BYTES), list[int]()
+    engine.device = torch.device("cuda")  # that the engine is asked about; tensors are on the CPU
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: held.append(engine._cache.tensors()[0].nbytes)
+    )
+    for _ in range(2):
+        engine.submit(requests(3))
+        drain(engine)
+    assert held == [0, 0]
+
+
 # --- what torch's kernel is asked -----------------------------------------------------------------
 
 

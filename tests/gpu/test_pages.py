@@ -7,6 +7,7 @@ import torch
 
 from m2flow.generation import paged_attention
 from m2flow.generation.captured import CudaCapture
+from m2flow.generation.kv_cache import KVCache
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.pages import PagedCache
 from m2flow.generation.records import Request, SamplingParams
@@ -137,12 +138,16 @@ def test_an_engine_keeps_pages_and_records_its_steps() -> None:
         assert (one.token_ids[:20] == found[1][number].token_ids[:20]).float().mean() > 0.9
 
 
-def test_a_budget_is_there_again_after_others_took_memory() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [(torch.bfloat16, PagedCache), (torch.float32, KVCache)]
+)
+def test_a_budget_is_there_again_after_others_took_memory(dtype: torch.dtype, cache: type) -> None:
     """Else what torch keeps of it is cut up by whoever comes next, such as a learner's state."""
-    model = small_model("qwen2").to(torch.bfloat16)
+    model = small_model("qwen2").to(dtype)
     budget = int(0.4 * torch.cuda.mem_get_info()[0])
     device = torch.device("cuda:0")
-    engine = NativeEngine(model.config, dtype=torch.bfloat16, device=device, cache_bytes=budget)
+    engine = NativeEngine(model.config, dtype=dtype, device=device, cache_bytes=budget)
+    assert isinstance(engine._cache, cache)
     engine.install(model.state_dict(), 0)
     others = []
     for _ in range(3):

@@ -403,6 +403,10 @@ class NativeEngine:
         """Give back what only running requests need."""
         if not self._running:  # then nobody reads the slots again
             self._cache.free()
+            if self.device.type == "cuda":
+                # Else torch keeps the memory and cuts from it what others ask for: there would be
+                # room for a budget, but not in one piece.
+                torch.cuda.empty_cache()
         if self.captured is not None:
             self.captured.moves()
 

@@ -94,10 +94,6 @@ class PagedCache:
         self._shared_R.fill_(0)
         self.teams = 0
         self._take(0)
-        if self._device.type == "cuda":
-            # Else torch keeps the memory and cuts from it what others ask for: there would be room
-            # for a budget, but not in one piece.
-            torch.cuda.empty_cache()
 
     def fits(self, lengths: Sequence[int]) -> bool:
         """Whether sequences of so many tokens are within the budget together."""
