@@ -6,7 +6,9 @@ A `Tape` stands in for CUDA graphs; `tests/gpu/test_captured.py` holds the graph
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from m2flow.errors import M2FlowError
 from m2flow.generation import captured
 from m2flow.generation.captured import (
     CapturedSteps,
+    CudaCapture,
     Size,
     Step,
     padded_columns,
@@ -323,6 +326,55 @@ def test_a_step_that_waits_for_the_device_is_refused() -> None:
     value = torch.ones(3)
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         Tape().record(lambda: value * int(value.sum()))
+
+
+class PlayedGraph:
+    """In place of `torch.cuda.graph`; to end the recording of a failed step may fail, too."""
+
+    ends_well = True
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.pool = lambda: (0, 0)
+
+    def __enter__(self) -> None:
+        """Steps run plainly."""
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and not self.ends_well:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+@pytest.mark.parametrize(
+    ("error", "raised", "words"),
+    [
+        (torch.OutOfMemoryError("Tried 2 GiB"), torch.OutOfMemoryError, "^Tried 2 GiB$"),
+        (RuntimeError("CUDA error: out of memory"), RuntimeError, "^CUDA error: out of memory$"),
+        (RuntimeError("a sync"), M2FlowError, "cannot be recorded .*captured_decode=false"),
+    ],
+)
+def test_a_recording_that_runs_out_of_memory_says_so(
+    error: Exception,
+    raised: type[Exception],
+    words: str,
+    ends_well: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It said that the step cannot be recorded, and no plan was tried that needs less."""
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    monkeypatch.setattr(PlayedGraph, "ends_well", ends_well)
+    for name in ("CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, PlayedGraph)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: stream)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, nullcontext)
+
+    def step() -> Tensor:
+        raise error
+
+    with pytest.raises(raised, match=words):
+        CudaCapture(torch.device("cuda")).record(step, again=True)
 
 
 # --- sizes, and what is kept ----------------------------------------------------------------------

@@ -182,6 +182,16 @@ class Taking(Flow):
 
 
 TRIED = "CUDA out of memory. Tried to allocate 2.00 GiB."
+BESIDE_TORCH = [
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 2 'out of memory'",
+    "Cuda failure 'out of memory'",
+    "Triton Error [CUDA]: out of memory",
+]
+"""What is said where memory of a GPU is taken by others than torch's allocator."""
 
 
 @pytest.mark.parametrize(
@@ -190,6 +200,8 @@ TRIED = "CUDA out of memory. Tried to allocate 2.00 GiB."
         (torch.OutOfMemoryError(TRIED), TRIED),
         (MemoryError(), "MemoryError"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), "8 bytes"),
+        (torch.AcceleratorError(BESIDE_TORCH[0]), BESIDE_TORCH[0]),
+        *((RuntimeError(words), words) for words in BESIDE_TORCH),
     ],
 )
 def test_a_call_that_runs_out_of_memory_says_who_held_it(error: Exception, asked: str) -> None:
@@ -211,7 +223,17 @@ def test_a_call_that_runs_out_of_memory_says_who_held_it(error: Exception, asked
     assert "away" not in told
 
 
-def test_other_errors_keep_their_words() -> None:
-    error = RuntimeError("matrices do not fit")
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("matrices do not fit"),
+        RuntimeError("the game is out of memory cards"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+        ValueError(BESIDE_TORCH[0]),
+    ],
+)
+def test_other_errors_keep_their_words(error: Exception) -> None:
+    words = str(error)
     name_residents(error, 0, "worker.take", {"worker": Greedy()}, ())
-    assert str(error) == "matrices do not fit"
+    assert str(error) == words

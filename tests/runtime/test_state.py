@@ -505,6 +505,25 @@ def test_blocks_of_host_memory_hold_what_was_put(sizes: list[int], block: int) -
     assert [kept.data_ptr() for kept in shelf._blocks] == blocks
 
 
+@pytest.mark.parametrize(
+    ("code", "error", "words"),
+    [(2, MemoryError, "no room to pin 60 bytes"), (1, RuntimeError, "s 1")],
+)
+def test_a_host_without_room_for_a_pinned_block_is_out_of_memory(
+    code: int, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's own error of it could not be sent, and what came in its place named no memory."""
+    cuda = SimpleNamespace(cudaHostRegister=lambda *_: code)
+
+    def check(code: int) -> None:
+        raise RuntimeError(f"CUDA says {code}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    with pytest.raises(error, match=words):
+        HostMemoryShelf(torch.device("cuda"), block_bytes=60)._block()
+
+
 def mounts(*table: tuple[Path, str]) -> Callable[..., list[Any]]:
     """In place of `psutil.disk_partitions`: mount points and their file systems."""
     return lambda **_: [SimpleNamespace(mountpoint=str(at), fstype=kind) for at, kind in table]

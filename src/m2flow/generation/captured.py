@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from m2flow.errors import M2FlowError
+from m2flow.runtime.lane.exhausted import is_exhaustion
 
 PLAIN_STEPS = 3
 """Steps of a size that run plainly before the size is recorded: about what recording costs."""
@@ -73,6 +74,7 @@ class CudaCapture:
 
         Raises:
             M2FlowError: it does what cannot be recorded, such as waiting for the device.
+            Exception: memory ran out, in the words of whoever asked for it.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
@@ -90,9 +92,11 @@ class CudaCapture:
                     graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
                 ):
                     result = step()
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
+                # To end the recording of a step that has failed may fail, too.
+                for one in (error, error.__context__):
+                    if one is not None and is_exhaustion(one):
+                        raise one from None
                 raise M2FlowError(
                     f"a decode step cannot be recorded as a CUDA graph: {error}; "
                     "generation.captured_decode=false decodes without"

@@ -10,11 +10,19 @@ from collections.abc import Collection, Mapping
 
 from m2flow.flow.worker import Worker
 
-_IN_WORDS = re.compile(r"can't allocate memory")  # PyTorch's, on the CPU
+_IN_WORDS = re.compile(
+    r"can't allocate memory"  # PyTorch, on the CPU
+    r"|CUDA (driver )?error: out of memory"  # PyTorch, of what it calls beside its allocator
+    r"|CU[A-Z]+_STATUS_ALLOC_FAILED"  # cuBLAS, cuDNN and their like
+    r"|Cuda failure (\d+ )?'out of memory'"  # NCCL
+    r"|Triton Error \[CUDA\]: out of memory"
+)
+"""What libraries say in a RuntimeError; "out of memory" alone may be anybody's words."""
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Whether memory did not suffice: Python's own error, or one of torch, CUDA or NumPy."""
+    """Whether memory did not suffice: Python's own error, or one of torch, NumPy, CUDA or what uses
+    it."""
     named = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
     return named or (isinstance(error, RuntimeError) and _IN_WORDS.search(str(error)) is not None)
 

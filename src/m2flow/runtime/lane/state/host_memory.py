@@ -18,6 +18,8 @@ from m2flow.runtime.lane.state.storages import as_bytes
 
 BLOCK_BYTES = 256 << 20
 
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+
 
 class HostMemoryShelf:
     """Pinned memory for one state.
@@ -62,7 +64,13 @@ class HostMemoryShelf:
         block.zero_()
         if self._device.type == "cuda":
             cuda, start = torch.cuda.cudart(), block.data_ptr()
-            torch.cuda.check_error(cuda.cudaHostRegister(start, block.nbytes, 0))
+            code = cuda.cudaHostRegister(start, block.nbytes, 0)
+            if int(code) == _OUT_OF_MEMORY:  # torch's own error cannot be sent to the launcher
+                held = len(self._blocks) * self._block_bytes
+                raise MemoryError(
+                    f"no room to pin {block.nbytes} bytes of host memory beside {held}"
+                )
+            torch.cuda.check_error(code)
             weakref.finalize(self, _unpin, block).atexit = False  # at the end the driver does it
         return block
 
