@@ -42,6 +42,9 @@ from m2flow.observe.jsonl import read_rows
 
 HERE = Path(__file__).parent
 LIMIT_SECONDS = 560
+STOP_SECONDS = 30
+"""That a side which is stopped has to write what it has, before it is killed."""
+
 SIDES = ("collocated", "auto", "trl")
 AGAINST_TRL, OF_PINNED = 3.0, 0.7
 """Aimed at: samples a second over TRL's, and the rate of switches over that of a pinned copy."""
@@ -159,7 +162,7 @@ def of_m2flow(work: Work, model: Path, mode: str, folder: Path, limit: float) ->
             process.terminate()
             found["s, stopped"] = time.perf_counter() - began
             try:
-                process.wait(60)
+                process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:  # it was writing a checkpoint; its rows are there
                 process.kill()
     rows = [row for row in read_rows(run / "metrics.jsonl").rows if "seconds/step" in row]
