@@ -3,8 +3,10 @@
 Random bfloat16 weights of published shapes; groups of sixteen answers to a prompt, all of them as
 long. A decode step reads the weights once, and the keys and values of every sequence: so its limit
 is those bytes over the bandwidth of a copy on the device, measured in the same run and counted as
-bytes read and written. Prompts are left out of the time. Steps recorded as CUDA graphs and plain
-ones take turns on the smaller model. With `--device cpu` a small model, without graphs.
+bytes read and written. Keys and values of a prompt count once for each of its sixteen answers,
+though these read them together since decision 0107: the share of the limit is more than that of the
+bandwidth in use. Prompts are left out of the time. Steps recorded as CUDA graphs and plain ones
+take turns on the smaller model. With `--device cpu` a small model, without graphs.
 """
 
 from __future__ import annotations
@@ -138,7 +140,8 @@ def bandwidth(num_bytes: int, device: str) -> float:
 
 
 def bytes_of_a_step(model: dict[str, Any], count: int, tokens: float) -> float:
-    """That must be read: weights without the table of embeddings, keys and values."""
+    """Of a step in which each sequence reads its own: weights without the table of embeddings, keys
+    and values."""
     shape = model_from_config(model)
     looked_up = 0 if shape.tied else shape.vocabulary * shape.hidden
     of_a_token = 2 * shape.layers * shape.kv_heads * shape.head_dim
