@@ -131,6 +131,17 @@ def test_sequence_ratio_is_the_geometric_mean_of_the_tokens() -> None:
     torch.testing.assert_close(result.ratio_T, torch.full((3,), math.exp(0.1)))
 
 
+def test_a_sequence_ratio_is_exact_beside_the_clip_range_of_gspo() -> None:
+    """Whatever single tokens have: of 3e-4 the mean in float32 would be off by more."""
+    new_T = torch.tensor([-1e4, -0.5, -1.0], requires_grad=True)
+    old_T = torch.tensor([-1.0, -0.5006, -1e4])
+    found = clipped_policy_loss(
+        new_T, old_T, torch.ones(3), torch.tensor([3]), clip_high=4e-4, ratio_level="sequence"
+    )
+    assert found.ratio_T.tolist() == pytest.approx([math.exp(2e-4)] * 3, abs=1e-6)
+    assert not found.clipped_T.any()
+
+
 def test_half_precision_is_computed_in_float32() -> None:
     values = torch.tensor([-1.0], dtype=torch.bfloat16)
     result = clipped_policy_loss(values, values, values, torch.tensor([1]))

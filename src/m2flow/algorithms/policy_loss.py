@@ -85,8 +85,10 @@ def clipped_policy_loss(
     exponent_T = log_ratio_T
     if ratio_level == "sequence":
         assert lengths_B is not None
+        # Clip ranges are some 1e-4, and a mean of many terms in float32 may be off by as much.
+        exact_T = logprobs_T.detach().double() - old_logprobs_T.double()
         own_T = log_ratio_T - log_ratio_T.detach()
-        exponent_T = _sequence_mean(log_ratio_T.detach(), lengths_B) + own_T
+        exponent_T = _sequence_mean(exact_T, lengths_B).to(dtype) + own_T
     ratio_T = exponent_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     bounded_T = ratio_T.detach().clamp(1 - clip_low, 1 + clip_high)
     if surrogate == "cispo":
