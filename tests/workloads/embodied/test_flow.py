@@ -224,6 +224,14 @@ def test_where_every_episode_fails_there_are_no_figures_of_them() -> None:
     assert len(experiment.alarms(result)) == 1
 
 
+def test_a_policy_that_stands_still_in_the_whole_run_is_said() -> None:
+    output = {"episodes": [[1]], "failed": torch.tensor([0]), "steps_taken": [3]}
+    result: Any = SimpleNamespace(output=output)
+    for still, said in ((3, 0), (4, 1)):
+        made = recipe(steps=4, algorithm={"name": "ppo", "value_warmup_steps": still})
+        assert len(EmbodiedExperiment(made).alarms(result)) == said
+
+
 @pytest.mark.parametrize(
     ("episodes", "each", "more"), [(4, 0, [0, 2, 5, 7]), (10, 1, []), (25, 2, [0, 2, 4, 6, 8])]
 )

@@ -77,3 +77,11 @@ def test_every_figure_that_is_looked_at_is_documented() -> None:
     reference = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
     text = reference.read_text()
     assert all(f"`{check.figure}`" in text for check in CHECKS)
+
+
+def test_a_policy_that_stands_still_in_the_whole_run_is_said(tiny_recipe: MakeRecipe) -> None:
+    figures = HEALTHY | {"samples": 8.0}
+    ppo: dict[str, Any] = {"algorithm": {"name": "ppo"}, "samples_per_prompt": 1, "steps": 4}
+    assert hints(figures, tiny_recipe(**ppo, critic={"warmup_steps": 3})) == {}
+    (hint,) = hints(figures, tiny_recipe(**ppo, critic={"warmup_steps": 4})).values()
+    assert "in all 4 steps (critic.warmup_steps: 4)" in hint

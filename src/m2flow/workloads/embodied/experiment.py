@@ -228,7 +228,8 @@ class EmbodiedExperiment:
         return [{"item": item, **output.row(row)} for row, item in enumerate(output.ids)]
 
     def alarms(self, result: StepResult) -> Sequence[str]:
-        """That episodes were given up; how many, the metrics say of each step.
+        """That episodes were given up; how many, the metrics say of each step. And that the policy
+        is not to learn at all.
 
         Raises:
             RunFailed: half of the step's episodes were, in half of its rollouts, once more in a row
@@ -245,11 +246,16 @@ class EmbodiedExperiment:
                 f"(max_skipped_updates: {most}): simulators crash, hang or give NaN; of step "
                 f"{result.step + 1} it was {sum(failed)}, and {finished} came to an end"
             )
-        if not any(failed):
-            return ()
-        found = ["a simulator crashed, hung or gave NaN: its episode is not trained on"]
-        if not sum(result.output["steps_taken"]):
-            found.append("no step is left of any episode: there is nothing to learn from")
+        found, still = [], self.recipe.algorithm.value_warmup_steps
+        if still >= self.recipe.steps:
+            found.append(
+                f"the critic alone learns in all {self.recipe.steps} steps "
+                f"(algorithm.value_warmup_steps: {still}): the policy stays as it is"
+            )
+        if any(failed):
+            found.append("a simulator crashed, hung or gave NaN: its episode is not trained on")
+            if not sum(result.output["steps_taken"]):
+                found.append("no step is left of any episode: there is nothing to learn from")
         return found
 
     def films(self, result: StepResult) -> Sequence[Film]:

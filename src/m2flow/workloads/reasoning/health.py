@@ -55,6 +55,14 @@ CHECKS = (
         "more, or take problems that the policy solves now and then",
     ),
     HealthCheck(
+        "samples",
+        lambda _, recipe, __: (
+            recipe.algorithm.name == "ppo" and recipe.critic.warmup_steps >= recipe.steps
+        ),
+        "the critic alone learns in all {recipe.steps} steps (critic.warmup_steps: "
+        "{recipe.critic.warmup_steps}): the policy stays as it is",
+    ),
+    HealthCheck(
         "length/truncated_share",
         lambda share, _, __: share >= 0.25,
         "{value:.0%} of the answers are cut off {cut}",
