@@ -303,6 +303,22 @@ def undisturbed() -> list[Any]:
         return seen(run).figures
 
 
+def test_workers_from_before_a_loss_give_their_memory_back(
+    pool: LanePool, tmp_path: Path, undisturbed: list[Any]
+) -> None:
+    """One that was closed, and referred to itself, stayed beside the one that was loaded then.
+
+    Stands before the tests of process groups, for whose sake all lanes are started again.
+    """
+    with start(APART, Death("train", 1, str(tmp_path)), pool, judge=RingedJudge) as run:
+        process = pool.addresses[1].process_id
+        assert seen(run).figures == undisturbed
+        alive = [file.name.split()[1] for file in tmp_path.glob("alive *")]
+    assert [loss.lane for loss in run.losses] == [2], "the learner's lane was to be lost"
+    assert pool.addresses[1].process_id == process, "the judge's lane was to stay"
+    assert alive == ["1"]
+
+
 @pytest.mark.parametrize(
     ("chosen", "moment", "version"),
     [
@@ -349,17 +365,6 @@ def test_a_run_that_loses_a_lane_gives_what_an_undisturbed_one_gives(
         "asked",
     ):  # then no step was under way, and the next one tells
         assert [span.lane for span in spans] == [loss.lane]
-
-
-def test_workers_from_before_a_loss_give_their_memory_back(
-    pool: LanePool, tmp_path: Path, undisturbed: list[Any]
-) -> None:
-    """One that was closed, and referred to itself, stayed beside the one that was loaded then."""
-    with start(APART, Death("train", 1, str(tmp_path)), pool, judge=RingedJudge) as run:
-        assert seen(run).figures == undisturbed
-        alive = [file.name.split()[1] for file in tmp_path.glob("alive *")]
-    assert [loss.lane for loss in run.losses] == [2], "the learner's lane was to be lost"
-    assert alive == ["1"]
 
 
 @pytest.mark.parametrize(
