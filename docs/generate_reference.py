@@ -202,7 +202,8 @@ MEANING = {
     "optimizer.weight_decay": "AdamW's weight decay",
     "optimizer.max_grad_norm": "gradients are scaled down to this norm; `null` for no bound",
     "optimizer.schedule": "of the learning rate, over all optimizer steps of the run",
-    "optimizer.warmup_steps": "optimizer steps over which the learning rate rises",
+    "optimizer.warmup_steps": "optimizer steps over which the learning rate rises, behind those in "
+    "which a critic alone learns",
     "training.tokens_per_microbatch": "tokens computed at a time; bounds memory; 16384 where "
     "`model.path` is set",
     "training.sharing": "what a micro-batch computes once: prefixes, prompts, or nothing",

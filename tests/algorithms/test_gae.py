@@ -178,6 +178,13 @@ def test_a_value_that_has_moved_too_far_has_no_gradient() -> None:
     assert values_T.grad.tolist() == pytest.approx([0.0, 0.3, -0.95])
 
 
+def test_a_value_within_its_bound_is_not_clipped_by_rounding() -> None:
+    draw = torch.Generator().manual_seed(0)
+    values_T, returns_T = 0.1 * torch.randn(2, 10_000, generator=draw)
+    old_T = values_T - 0.39 * (torch.rand(10_000, generator=draw) - 0.5)
+    assert not clipped_value_loss(values_T, old_T, returns_T, clip=0.2).clipped_T.any()
+
+
 @given(cut=st.integers(0, 6))
 def test_a_loss_in_pieces_is_the_loss(cut: int) -> None:
     generator = torch.Generator().manual_seed(1)

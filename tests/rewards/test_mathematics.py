@@ -491,6 +491,10 @@ def test_extraction_keeps_the_spelling() -> None:
     assert extract_answer("it is -$1,234.50 in all") == "-$1,234.50"
     assert extract_answer("nothing here") is None
     assert extract_answer("The answer is **blue**.", numeric=False) == "**blue**."
+    tagged = "I see 3.\n<answer>the {}</answer>\nThat took 2 lines."
+    assert extract_answer(tagged.format("sky"), numeric=False) == "the sky"
+    assert extract_answer(tagged.format("7")) == "7"
+    assert extract_answer(tagged.format(r"\boxed{8}")) == "8"
 
 
 def test_importing_it_is_light() -> None:

@@ -36,10 +36,11 @@ def test_decay_must_know_its_end(total_steps: int | None) -> None:
 
 
 def test_idle_steps_move_nothing_whatever_comes_after() -> None:
-    """While a critic alone learns, the policy stands still; its warm-up counts on meanwhile."""
+    """While a critic alone learns, the policy stands still; its warm-up begins behind that."""
     schedule = Schedule("linear", warmup_steps=4, total_steps=12, idle_steps=3)
     rest = Schedule("linear", warmup_steps=4, total_steps=12)
     assert [schedule.factor(step) for step in range(3)] == [0.0] * 3
     assert [schedule.factor(step) for step in range(3, 14)] == [
-        rest.factor(step) for step in range(3, 14)
+        min(1.0, (step - 2) / 4) * rest.factor(max(4, step)) for step in range(3, 14)
     ]
+    assert Schedule(warmup_steps=10, idle_steps=40).factor(40) == 0.1

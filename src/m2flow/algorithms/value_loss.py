@@ -51,6 +51,8 @@ def clipped_value_loss(
     free_T = (values_T - returns_T).square()
     if clip is None:
         return ValueLoss(free_T / 2, torch.zeros_like(free_T, dtype=torch.bool))
-    kept_T = old_values_T + (values_T - old_values_T).clamp(-clip, clip)
+    moved_T = values_T - old_values_T
+    # What moved less is taken as it is: the old value and the difference may round to another one.
+    kept_T = torch.where(moved_T.abs() <= clip, values_T, old_values_T + moved_T.clamp(-clip, clip))
     bounded_T = (kept_T - returns_T).square()
     return ValueLoss(torch.maximum(free_T, bounded_T) / 2, bounded_T > free_T)

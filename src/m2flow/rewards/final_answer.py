@@ -38,6 +38,7 @@ _FORMULA = re.compile(
     r"\$\$(.+?)\$\$|(?<![\\$])\$(?![\s$])([^$\n]*?[^\s$\\])\$(?![0-9$])|\\\((.+?)\\\)|\\\[(.+?)\\\]",
     re.DOTALL,
 )
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _PHRASE = re.compile(r"(?i:\banswer\b)(?:\s+(?:is|was|equals)\b)?\s*[:=]?\s*([^\n]+)")
 
 
@@ -47,11 +48,14 @@ def extract_answer(completion: str, *, numeric: bool = True) -> str | None:
     Args:
         completion: the whole text.
         numeric: whether the right answer is a plain number: decides what is looked for in a text
-            without a box and without `####`.
+            without a box and without `####`. Where there are `<answer>` tags, that text is what
+            stands in the last ones.
     """
     has_box, boxed = _last_box(completion)
     if has_box:
         return boxed
+    if tagged := TAGGED.findall(completion):
+        completion = tagged[-1]
     before, marker, after = completion.rpartition("####")
     if marker:
         after = after[:_WINDOW_CHARS].strip()

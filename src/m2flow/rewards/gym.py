@@ -7,15 +7,12 @@ seconds.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from m2flow.errors import UserError
-from m2flow.rewards.final_answer import extract_answer
-
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+from m2flow.rewards.final_answer import TAGGED, extract_answer
 
 
 def gym_reward(
@@ -27,7 +24,7 @@ def gym_reward(
     A problem may have several right answers, so `row["entry"]` decides. `row["dataset"]` and
     `row["options"]` say which data set made the entry. What the scorer raises is raised.
     """
-    tagged = _TAGGED.findall(completion)
+    tagged = TAGGED.findall(completion)
     text = tagged[-1].strip() if tagged else extract_answer(completion, numeric=False)
     scorer = _scorer(row["dataset"], json.dumps(row["options"], sort_keys=True))
     return float(scorer.score_answer(text, row["entry"]))

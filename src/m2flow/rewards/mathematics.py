@@ -1,9 +1,10 @@
 """The answer of a mathematical problem, compared with the right one: 1.0 or 0.0.
 
 The answer is what the completion says last: the last `\\boxed{}`, else what stands after the last
-`####`, else the last number. Two plain numbers are compared exactly and at once; everything else
-goes to math-verify, in processes that are started on first use and whose time and memory are
-limited (`symbolic`). Whatever the completion says, nothing is raised, and any thread may compare.
+`####`, else the last number; the latter two within the last `<answer>` tags, where there are any.
+Two plain numbers are compared exactly and at once; everything else goes to math-verify, in
+processes that are started on first use and whose time and memory are limited (`symbolic`). Whatever
+the completion says, nothing is raised, and any thread may compare.
 """
 
 from __future__ import annotations

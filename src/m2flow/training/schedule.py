@@ -22,7 +22,7 @@ class Schedule:
         total_steps: the step, counted from 0, at which decay has reached its end. Needed unless
             constant.
         final_fraction: of the peak, from `total_steps` on.
-        idle_steps: so many steps at the start have the rate 0, whatever the rest says.
+        idle_steps: so many steps at the start have the rate 0, and the warm-up follows them.
     """
 
     decay: Decay = "constant"
@@ -39,9 +39,12 @@ class Schedule:
         """What the peak rate is multiplied by at the given step, counted from 0."""
         if step < self.idle_steps:
             return 0.0
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if self.decay == "constant":
+        risen = min(1.0, (step - self.idle_steps + 1) / max(1, self.warmup_steps))
+        return risen * self._remaining(step)
+
+    def _remaining(self, step: int) -> float:
+        """What decay has left of the peak at a step."""
+        if self.decay == "constant" or step < self.warmup_steps:
             return 1.0
         assert self.total_steps is not None
         progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))

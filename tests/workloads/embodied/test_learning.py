@@ -3,6 +3,7 @@ distributions, nothing computed beforehand."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,27 @@ def test_numpy_says_the_same_loss_of_few_figures(
         torch.testing.assert_close(few.entropy_TKD, torchs.entropy_TKD)
     else:
         assert few.entropy_TKD is torchs.entropy_TKD is None
+
+
+@pytest.mark.parametrize("few", [0, 10**6])
+def test_no_turn_loses_its_critic_s_gradient_by_rounding(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old values and moves round to other values than those that the critic has said."""
+    monkeypatch.setattr(objective, "FEW", few)
+    recipe: Any = read_recipe({**RECIPE, "algorithm": {"level": "token", "value_clip": 0.2}})
+    some = turns_of(rollouts("gaussian", whole=True)).examples("token", 1.0, by_episode=False)
+    judged, _ = policy("gaussian").judge(some.observations, some.tokens_TKD)
+    assert some.values_T is not None
+    assert some.returns_T is not None
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        worth_T, move_T, returns_T = torch.rand(3, len(some), generator=draw) - 0.5
+        some.values_T.copy_(0.2 * worth_T + 0.39 * move_T)
+        some.returns_T.copy_(returns_T)
+        found = wanted(replace(judged, values=0.2 * worth_T), some, recipe.algorithm, 1.0, 1.5)
+        assert found.values_T is not None
+        assert bool(found.values_T.all())
 
 
 class LinearWorth:

@@ -22,7 +22,7 @@ from m2flow.workloads.reasoning.encoding import Chat, chat_of, prompt_rows, turn
 from m2flow.workloads.reasoning.evaluation import answered, as_trained
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.flow import recipe_flow
-from m2flow.workloads.reasoning.tasks import Problem
+from m2flow.workloads.reasoning.tasks import Problem, gym
 from m2flow.workloads.reasoning.workers.source import TEMPLATES, ModelSource
 
 MakeRecipe = Any
@@ -227,6 +227,18 @@ def test_special_tokens_are_not_added_twice() -> None:
     assert chat_of(byte_tokenizer(), None) is None
 
 
+def test_a_prompt_is_no_text_that_has_ended() -> None:
+    class Ending:
+        """Puts a token behind every text, as tokenizers with `add_eos_token` do."""
+
+        eos_token_id = 9
+
+        def __call__(self, texts: list[str]) -> Any:
+            return {"input_ids": [[*map(len, text), 9] for text in texts]}
+
+    assert prompt_rows(Ending(), [Problem("abc", ""), Problem("", "")], None) == [[1, 1, 1], [9]]
+
+
 def test_examinations_speak_as_training_does(
     folder: Path, rows: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +292,14 @@ def test_a_checkpoint_is_asked_as_its_run_has_trained(
     assert as_trained(wanted, 1000) == wanted
     bare = as_trained(replace(asked, chat=False), 1000)
     assert (bare.chat_options, bare.system_prompt) == ({}, None)
+
+
+def test_a_checkpoint_of_generated_problems_is_asked_for_tags_as_they_were(
+    tiny_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(data={"task": "gym", "dataset": "chain_sum"})
+    asked = Examination(checkpoint_of(recipe, tmp_path / "run"), tmp_path / "rows.jsonl")
+    assert as_trained(asked, None).template == gym.DEFAULT_TEMPLATE
 
 
 def test_a_model_that_no_run_has_made_is_asked_as_real_ones_are(folder: Path, rows: Path) -> None:

@@ -269,6 +269,26 @@ class Told:
         raise AssertionError(text)
 
 
+def test_demonstrations_have_the_special_tokens_of_a_prompt_alone(
+    tiny_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Adding:
+        """Puts a token before every text, as Llama's tokenizer does."""
+
+        eos_token_id, chat_template = 1, None
+
+        def __call__(self, texts: list[str], add_special_tokens: bool = True) -> Any:
+            return {"input_ids": [[0] * add_special_tokens + [9] * len(text) for text in texts]}
+
+    shown = list[Any]()
+    experiment = ReasoningExperiment(tiny_recipe(warmup={"steps": 2}))
+    monkeypatch.setattr(experiment, "_show", lambda _model, pairs, _progress: shown.append(pairs))
+    experiment._warm_up(None, Adding(), None)
+    (pairs,) = shown
+    assert set(pairs.completion_ids_T.tolist()) == {1, 9}
+    assert set(pairs.prompt_ids_P.tolist()) == {0, 9}
+
+
 def test_the_warm_up_learns(
     tiny_recipe: MakeRecipe, warmed: ModelSource, tmp_path: Path, one_thread: None
 ) -> None:

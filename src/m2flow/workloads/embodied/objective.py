@@ -156,8 +156,9 @@ def wanted_of_few(
             square_T = away_T * away_T
             if (clip := algorithm.value_clip) is not None:
                 before_T = some.values_T.numpy()
-                moved_T = np.minimum(np.maximum(share_T - before_T, -clip), clip)
-                bounded_T = (before_T + moved_T - returns_T) ** 2
+                moved_T = share_T - before_T
+                kept_T = before_T + np.minimum(np.maximum(moved_T, -clip), clip)
+                bounded_T = (np.where(np.abs(moved_T) <= clip, share_T, kept_T) - returns_T) ** 2
                 away_T[bounded_T > square_T] = 0.0
                 square_T = np.maximum(square_T, bounded_T)
             missed = float(square_T.sum(dtype=np.float64)) / 2

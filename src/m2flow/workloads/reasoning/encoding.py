@@ -146,7 +146,9 @@ def prompt_rows(
     try:
         if chat is None:
             rows = tokenizer([problem.prompt for problem in problems])["input_ids"]
-            return rows
+            # Some tokenizers end every text: a policy would have to go on behind that end.
+            end = [getattr(tokenizer, "eos_token_id", None)]
+            return [row[:-1] if row[1:][-1:] == end else row for row in rows]
         texts = [_written(chat, tokenizer, problem, key) for problem in problems]
         # The template has written special tokens; the tokenizer would add some of them again.
         rows = tokenizer(texts, add_special_tokens=False)["input_ids"]

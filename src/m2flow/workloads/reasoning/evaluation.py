@@ -33,7 +33,7 @@ from m2flow.workloads.reasoning.named import loaded
 from m2flow.workloads.reasoning.reward_sections import RewardPart
 from m2flow.workloads.reasoning.rows import TO_HOLD_OUT
 from m2flow.workloads.reasoning.supported import check_generation
-from m2flow.workloads.reasoning.tasks import Problem
+from m2flow.workloads.reasoning.tasks import Problem, gym
 from m2flow.workloads.reasoning.workers import Generator, ModelSource, Verifier, outcome
 
 
@@ -240,11 +240,11 @@ def as_trained(asked: Examination, context: int | None) -> Examination:
         if recipe.reward is not None and len(recipe.reward) == 1:
             usual["reward"] = recipe.reward[0].function
         data, generation = recipe.data, recipe.generation
-        own = "{question}" if data.task == "addition" else DEFAULT_TEMPLATE
+        own = {"addition": "{question}", "gym": gym.DEFAULT_TEMPLATE}.get(data.task)
         usual |= {
             "max_new_tokens": generation.max_new_tokens,
             "stop": generation.stop,
-            "template": own if data.template is None else data.template,
+            "template": own or DEFAULT_TEMPLATE if data.template is None else data.template,
             "chat": data.chat,
         }
         if asked.chat is not False:

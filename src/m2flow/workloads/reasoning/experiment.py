@@ -259,7 +259,8 @@ class ReasoningExperiment:
         shown = [self.task.demonstration(n) for n in range(warmup.steps * warmup.samples_per_step)]
         asked = [Problem(prompt, answer) for prompt, answer in shown]
         prompts = prompt_rows(tokenizer, asked, self._chat)
-        answers = tokenizer([answer for _, answer in shown])["input_ids"]
+        texts = [answer for _, answer in shown]
+        answers = tokenizer(texts, add_special_tokens=False)["input_ids"]
         pairs = TokenPairs.from_rows(prompts, [[*ids, tokenizer.eos_token_id] for ids in answers])
         self._show(model, pairs, progress)
 
