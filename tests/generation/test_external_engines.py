@@ -17,15 +17,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from m2flow.errors import ProcessEnded, RunFailed, UserError
 from m2flow.generation import external_engine, external_process
-from m2flow.generation.external_engine import ExternalEngine, Started, with_single_experts
+from m2flow.generation.external_engine import (
+    MOST_POSITIONS,
+    ExternalEngine,
+    Started,
+    _context_of,
+    with_single_experts,
+)
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Completion, Request, SamplingParams
 from m2flow.generation.sglang_engine import SGLangEngine
@@ -33,6 +41,7 @@ from m2flow.generation.supported import check_experts
 from m2flow.generation.vllm_engine import BATCHED_TOKENS, VLLMEngine
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import character_tokenizer
+from m2flow.workloads.reasoning.encoding import context_of
 
 KINDS: dict[str, type[ExternalEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
 REAL = {name for name in KINDS if importlib.util.find_spec(name) is not None}
@@ -306,6 +315,36 @@ def test_sleeping_on_a_cpu_changes_nothing(engine: ExternalEngine) -> None:
     engine.wake()
     assert drained(engine, requests(1)).keys() == {0}
     assert engine.state_bytes() > 1 << 27
+
+
+def test_a_head_may_be_an_embedding_of_any_name(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner hands the tied tensor over under both names."""
+    shape = {"vocab_size": 18, "n_embd": 64, "n_layer": 1, "n_head": 1, "n_positions": 64}
+    first, new = (GPT2LMHeadModel(GPT2Config(**shape, initializer_range=x)) for x in (0.02, 0.5))
+    first.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    assert context_of(str(tmp_path)) == 64
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+    engine = started(kind, tmp_path, monkeypatch, max_running=4096)
+    try:
+        engine.install(new.eval().state_dict(), 1)
+        asked = requests(2)
+        assert gap(new, asked, drained(engine, asked)) < TOLERANCE
+    finally:
+        engine.close()
+
+
+def test_a_model_s_positions_are_those_before_factors_for_long_texts() -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    for given, positions in (
+        ({"max_position_embeddings": 64}, 64),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "linear"}}, 64),
+        ({"max_position_embeddings": 131072, "rope_parameters": rope}, 4096),
+        ({}, MOST_POSITIONS),  # such as a model that keeps a state
+    ):
+        assert _context_of(SimpleNamespace(**given)) == positions
 
 
 def test_its_end_is_an_error_of_one_line_within_seconds(

@@ -48,6 +48,11 @@ LAST_LINES = 15
 CACHE_BYTES = 1 << 30
 """For keys and values on a CPU where nothing is said: an engine takes it at the start."""
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+MOST_POSITIONS = 1 << 15
+"""Of a request to a model that sets no limit."""
+
 SEEDS = (1 << 63) - 1
 """Seeds have 63 bits: vLLM takes -1 for none, SGLang a signed number of 64 bits."""
 
@@ -122,7 +127,7 @@ class ExternalEngine(ABC):
         from transformers import AutoConfig
 
         config = from_folder(AutoConfig, Path(folder)).get_text_config()
-        self._vocab_size, self._context = config.vocab_size, config.max_position_embeddings
+        self._vocab_size, self._context = config.vocab_size, _context_of(config)
         self.version, self._reads_text = version, stop_strings
         self._seconds = start_seconds
         self._submitted = 0
@@ -274,12 +279,13 @@ class ExternalEngine(ABC):
         from safetensors.torch import save_file
 
         kept = {name: x.detach().cpu().contiguous() for name, x in weights.items()}
-        if _tied(weights):  # a file of tensors holds none twice
-            kept.pop("lm_head.weight")
+        embedding = _embedding_of_head(weights)
+        if embedding is not None:  # a file of tensors holds none twice
+            kept.pop(HEAD)
         file = self._folders[-1] / "weights.safetensors"
         try:
             save_file(kept, file)
-            self._ask("install", str(file), version)
+            self._ask("install", str(file), version, embedding or EMBEDDING)
         finally:
             file.unlink(missing_ok=True)
 
@@ -401,7 +407,25 @@ def with_single_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return found
 
 
-def _tied(weights: Mapping[str, Tensor]) -> bool:
-    """Whether the head lies in the embedding's memory."""
-    head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
-    return head is not None and embedding is not None and head.data_ptr() == embedding.data_ptr()
+def _embedding_of_head(weights: Mapping[str, Tensor]) -> str | None:
+    """The name under which the head's memory is there again; None if it is a tensor of its own."""
+    head = weights.get(HEAD)
+    if head is None:
+        return None
+    others = ((name, weights[name]) for name in weights if name != HEAD)
+    return next((name for name, x in others if x.data_ptr() == head.data_ptr()), None)
+
+
+def _context_of(config: Any) -> int:
+    """Positions that an engine computes: of `longrope` those that no factor is for.
+
+    vLLM and SGLang would take the factors of long texts for short ones too, and transformers, which
+    trains, goes by the length.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        first = rope.get("original_max_position_embeddings")
+        first = first or getattr(config, "original_max_position_embeddings", None)
+        if first is not None:
+            return int(first)
+    return getattr(config, "max_position_embeddings", None) or MOST_POSITIONS

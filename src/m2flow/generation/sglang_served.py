@@ -75,7 +75,7 @@ class _SglangWorkerProcess:
                 self._dropped.add(number)
                 self._manager.abort_request(rid=_name(number))
 
-    async def _install(self, file: str, version: int) -> None:
+    async def _install(self, file: str, version: int, _embedding: str) -> None:
         from sglang.srt.managers.io_struct import (
             ContinueGenerationReqInput,
             PauseGenerationReqInput,

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from m2flow.generation import vllm_transfer
-from m2flow.generation.external_engine import SEEDS, ExternalEngine, Started
+from m2flow.generation.external_engine import EMBEDDING, HEAD, SEEDS, ExternalEngine, Started
 from m2flow.generation.records import Request
 
-HEAD = "lm_head.weight"
-
 BATCHED_TOKENS = 2048
-"""Tokens of prompts that are computed together on a CPU, or more where one prompt may be longer."""
+"""Tokens that are computed together, or more where more requests run; on a CPU also where one
+prompt may be longer."""
 
 
 class VLLMEngine(ExternalEngine):
@@ -38,12 +37,15 @@ class VLLMEngine(ExternalEngine):
             "logprobs_mode": "processed_logprobs",  # of what is drawn from, temperature included
             "disable_log_stats": True,
             "tied_embeddings": self._tied,
+            "max_model_len": self._context,  # vLLM would multiply it by a rope's factor
+            "max_num_batched_tokens": max(BATCHED_TOKENS, started.max_running),
         }
         if started.device == "cpu":
             settings["enforce_eager"] = True  # compiling takes a minute, and gains little
             # On a CPU vLLM 0.32 fails where the prompt of a request with a seed is cut.
             settings["enable_chunked_prefill"] = False
-            settings["max_num_batched_tokens"] = max(BATCHED_TOKENS, self._context)
+            batched = max(BATCHED_TOKENS, started.max_running, self._context)
+            settings["max_num_batched_tokens"] = batched
         else:
             settings["enable_sleep_mode"] = True
             settings["weight_transfer_config"] = vllm_transfer.BACKEND
@@ -79,6 +81,7 @@ class VLLMEngine(ExternalEngine):
             **os.environ,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
+        environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # which would count, and not `cache_bytes`
         if device == "cpu":
             environment |= {
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -107,7 +110,7 @@ class WithHead(Mapping[str, Tensor]):
         self._weights = weights
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._weights["model.embed_tokens.weight" if name == HEAD else name]
+        return self._weights[name if name in self._weights else EMBEDDING]
 
     def __iter__(self) -> Iterator[str]:
         yield from (name for name in self._weights if name != HEAD)

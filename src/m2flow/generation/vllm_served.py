@@ -64,12 +64,12 @@ class _VllmWorkerProcess:
     def _abort(self, numbers: list[int]) -> None:
         self._engine.abort_request([str(number) for number in numbers])
 
-    def _install(self, file: str, version: int) -> None:
+    def _install(self, file: str, version: int, embedding: str) -> None:
         from safetensors.torch import load_file
 
         weights = load_file(file)
         if self._tied:  # vLLM keeps the head's own copy, which would stay as it was
-            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+            weights["lm_head.weight"] = weights[embedding]
         iterator = list(weights.items())
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
         self._installed(version)

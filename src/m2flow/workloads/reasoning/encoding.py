@@ -265,5 +265,5 @@ def context_of(folder: str) -> int | None:
         UserError: there is no `config.json`, or it cannot be read.
     """
     config = read_json(Path(folder).expanduser() / "config.json", "the architecture")
-    positions = config.get("max_position_embeddings")
+    positions = config.get("max_position_embeddings", config.get("n_positions"))  # of GPT-2
     return None if positions is None else int(positions)

@@ -27,6 +27,7 @@ class EngineArgs:
     disable_log_stats: bool
     kv_cache_memory_bytes: int
     gpu_memory_utilization: float
+    max_model_len: int  # would be another one where a rope is stretched
     enforce_eager: bool = False
     enable_chunked_prefill: bool = True
     max_num_batched_tokens: int | None = None

@@ -35,6 +35,10 @@ class LLMEngine:
         assert args.trust_remote_code is False
         on_cpu = args.enforce_eager
         assert not (on_cpu and args.enable_chunked_prefill), "with seeds it ends vLLM on a CPU"
+        batched = args.max_num_batched_tokens
+        assert batched is None or batched >= args.max_num_seqs
+        assert args.enable_chunked_prefill or batched is None or batched >= args.max_model_len
+        assert not (on_cpu and os.environ.get("VLLM_CPU_KVCACHE_SPACE")), "it would count"
         self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.model)
         self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
         self.model.config.tie_word_embeddings = False
