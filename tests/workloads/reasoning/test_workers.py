@@ -17,7 +17,9 @@ import torch
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch, Place, Ragged
 from m2flow.rewards.reward import WeightedReward
+from m2flow.runtime.driver.runner import _mean
 from m2flow.training.division import Division
+from m2flow.training.optimizer import NOT_TAKEN
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.workers import (
     OUTCOME,
@@ -603,16 +605,42 @@ def test_epochs_go_through_all_mini_batches_again(
     thrice, plain = loaded(Learner(warmed, recipe)), loaded(Learner(warmed, tiny_recipe()))
     halves = [samples.select(range(8)), samples.select(range(8, 16))]
     for _ in range(2):  # what is kept of a step does not come back in the next
+        shown, single = [], []
         for half in halves:
             for piece in (half.select(range(3)), half.select(range(3, 8))):
                 thrice.train(piece)
-            thrice.train_finish()
+            shown.append(thrice.train_finish())
         for half in halves * 3:
             for piece in (half.select(range(3)), half.select(range(3, 8))):
                 plain.train(piece)
-            plain.train_finish()
+            single.append(plain.train_finish())
+        assert shown[0] == {}, "figures come with the last optimizer step"
+        found = _mean(shown)
+        for name in found.keys() - single[-1].keys():  # of the very first step alone
+            assert found[name] == single[0][name]
+        for name in single[-1]:
+            assert found[name] == pytest.approx(statistics.fmean(one[name] for one in single))
     assert thrice.trainer.optimizer.num_steps == 12
     assert all(x.equal(plain.parameters()[name]) for name, x in thrice.parameters().items())
+
+
+def test_a_step_that_is_left_out_counts_among_those_of_all_epochs(
+    samples: Batch, warmed: ModelSource, tiny_recipe: MakeRecipe
+) -> None:
+    """A mini-batch that is not finite is left out in each epoch; the others give the figures."""
+    recipe = tiny_recipe(algorithm={"epochs": 3}, minibatches=2, max_skipped_updates=5)
+    learner = loaded(Learner(warmed, recipe))
+    broken = samples.select(range(8)).with_columns(advantage=torch.full((8,), float("nan")))
+    learner.train(broken)
+    assert learner.train_finish() == {}
+    assert NOT_TAKEN in learner.take_note()
+    learner.discard()  # a step that is taken back leaves no figures
+    learner.train(samples.select(range(8, 16)))
+    assert learner.train_finish() == {}
+    learner.train(broken)
+    found = learner.train_finish()
+    assert found["skipped_share"] == pytest.approx(3 / 6)
+    assert (found["steps"], found["samples"]) == (1.0, 8.0)
 
 
 def test_a_step_that_is_taken_back_leaves_nothing_for_further_epochs(

@@ -48,6 +48,7 @@ class Trained(Divided):
         self.model, self.recipe, self.checkpoint = model, recipe, checkpoint
         self.minibatches = recipe.minibatches
         self._folded: list[list[Any]] = [[]]  # of each mini-batch of the step, for more epochs
+        self._found: list[dict[str, float]] = []  # of each optimizer step, where there are more
 
     def begin(
         self,
@@ -90,21 +91,23 @@ class Trained(Divided):
     def finish_minibatch(self) -> dict[str, float]:
         """One optimizer step, together with the other replicas; its figures.
 
-        After the last mini-batch of a step all of them are gone through again, as often as
-        `algorithm.epochs` says; the figures are then means over all of these steps.
+        With `algorithm.epochs` above 1 all mini-batches are gone through again after the last one.
+        The figures come then, as means over all optimizer steps of the training step; there are
+        none before.
         """
-        found = [self._step()]
-        if self.recipe.algorithm.epochs == 1:
-            return found[0]
+        epochs = self.recipe.algorithm.epochs
+        if epochs == 1:
+            return self._step()
+        self._found.append(self._step())
         if len(self._folded) < self.minibatches:
             self._folded.append([])
-            return found[0]
-        for _ in range(1, self.recipe.algorithm.epochs):
+            return {}
+        for _ in range(1, epochs):
             for minibatch in self._folded:
                 for some in minibatch:
                     self.trainer.fold(some)
-                found.append(self._step())
-        self._folded = [[]]
+                self._found.append(self._step())
+        found, self._folded, self._found = self._found, [[]], []
         names = dict.fromkeys(name for one in found for name in one)
         return {name: fmean(one[name] for one in found if name in one) for name in names}
 
@@ -119,7 +122,7 @@ class Trained(Divided):
         return self._skips.take_note()
 
     def discard(self) -> None:
-        self._folded = [[]]
+        self._folded, self._found = [[]], []
         self.trainer.discard()
 
     def weights(self) -> Mapping[str, Any]:
