@@ -15,7 +15,7 @@ from m2flow.engine.spans import Span
 from m2flow.errors import UserError
 from m2flow.observe.timeline import Timeline
 from m2flow.observe.trace import StepSpans, Trace, read_trace, write_trace
-from m2flow.simulation.time_account import extent
+from m2flow.simulation.time_account import extent, where_the_time_went
 from tests.simulation.test_time_account import spans_on_a_grid
 
 
@@ -40,6 +40,46 @@ def test_a_step_of_too_many_spans_says_what_it_dropped() -> None:
     timeline.add(1, spans[:5], 0, 5)
     timeline.add(2, spans[5:], 5, 6)
     assert [(len(step.spans), step.dropped) for step in timeline.steps] == [(3, 2), (1, 0)]
+
+
+def test_all_spans_of_a_step_are_accounted_for_however_few_are_kept() -> None:
+    timeline = Timeline(max_spans_per_step=1)
+    timeline.add(1, [Span(0, "step", "call", index, index + 1) for index in range(6)], 0, 8)
+    (lane,) = timeline.totals()
+    assert (lane.stages, lane.idle) == ({"step": 6.0}, 2.0)
+
+
+def test_a_call_counts_in_full_where_it_begins_in_an_earlier_step() -> None:
+    """Its part before the step in which it ends was lost: with staleness most of a generation."""
+    timeline = Timeline()
+    timeline.add(1, [Span(0, "g", "call", 0, 10)], 0, 15)
+    timeline.add(2, [Span(0, "g", "call", 10, 20)], 15, 25)
+    (lane,) = timeline.totals()
+    assert (lane.stages, lane.idle, lane.seconds) == ({"g": 20.0}, 5.0, 25.0)
+
+
+def test_a_moment_of_an_earlier_step_counts_once() -> None:
+    """A call that ends in the next step hides the transfer that was known of before."""
+    timeline = Timeline()
+    timeline.add(1, [Span(0, "x", "transfer", 0, 8)], 0, 10)
+    timeline.add(2, [Span(0, "g", "call", 4, 15), Span(0, "x", "transfer", 12, 18)], 10, 20)
+    (lane,) = timeline.totals()
+    assert (lane.stages, lane.beside["links"], lane.idle) == ({"g": 11.0}, 4.0 + 3.0, 2.0)
+
+
+def test_the_account_of_many_steps_is_that_of_the_whole_time() -> None:
+    """Calls of two lanes that end up to three steps after the one in which they begin."""
+    timeline, ends = Timeline(), [3.0, 4.0, 9.0, 11.0, 14.0, 20.0, 21.0, 29.0, 30.0, 36.0]
+    calls = [
+        Span(lane, f"stage {number % 3}", "call", begin, begin + length)
+        for lane, length in ((0, 4.5), (1, 1.25))
+        for number, begin in enumerate(index * length for index in range(int(36 / length)))
+    ]
+    for step, (start, end) in enumerate(pairwise([0.0, *ends])):
+        timeline.add(step, [span for span in calls if start < span.end <= end], start, end)
+    for found, whole in zip(timeline.totals(), where_the_time_went(calls, (0, 36)), strict=True):
+        assert found.stages == pytest.approx(whole.stages)
+        assert (found.lane, found.seconds) == (whole.lane, whole.seconds)
 
 
 def test_the_trace_reads_back(tmp_path: Path) -> None:
