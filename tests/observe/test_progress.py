@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from m2flow.observe.progress import JsonLines, Progress, TrainProgress, figures, summary
+from m2flow.observe.record import seconds_taken
 
 
 class Clock:
@@ -192,3 +193,17 @@ def test_the_summary_says_what_changed_and_where_to_look() -> None:
     ]
     averaged = summary(first, last, "runs/x", window=8).splitlines()
     assert averaged[1:3] == [text.splitlines()[1], f"{text.splitlines()[2]}  (means of 8 steps)"]
+
+
+def test_a_run_took_the_seconds_of_its_steps_and_evaluations() -> None:
+    """The time of its rows left the first step out, and counted the pause before a resumption."""
+    rows: list[dict[str, float]] = [
+        {"step": 1, "time": 110.0, "seconds/step": 10.0},
+        {"step": 2, "time": 125.0, "seconds/step": 11.0, "eval/seconds": 4.0},
+        {"step": 3, "time": 9000.0, "seconds/step": 12.0},
+    ]
+    assert seconds_taken(rows) == 37.0
+    head = summary(rows[0], rows[-1], "runs/x", taken=seconds_taken(rows)).splitlines()[0]
+    assert head == "Done: 3 steps in 37 s."
+    assert seconds_taken([{"step": row["step"], "time": row["time"]} for row in rows]) == 8890.0
+    assert seconds_taken([{"step": 0, "time": 1.0}]) is None

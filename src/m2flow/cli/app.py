@@ -95,6 +95,7 @@ def train(
 ) -> None:
     """Train a recipe, from the start or from its last checkpoint."""
     from m2flow.observe.progress import AVERAGED, JsonLines, Quiet, summary
+    from m2flow.observe.record import seconds_taken
     from m2flow.observe.run_directory import ends, first_and_last, read_metrics
     from m2flow.workloads import common
     from m2flow.workloads.common.resume import check_directory
@@ -126,7 +127,7 @@ def train(
     if shown is None:
         rewards = [one for row in rows if isinstance(one := row.get("reward/mean"), int | float)]
         window = ends(rewards)[2] if rewards else 1
-        print(summary(*first_and_last(rows, AVERAGED), path, window))
+        print(summary(*first_and_last(rows, AVERAGED), path, window, seconds_taken(rows)))
     else:
         shown.done(*first_and_last(rows), path)
 

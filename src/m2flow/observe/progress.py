@@ -268,6 +268,7 @@ def summary(
     metrics_last: Mapping[str, float],
     run_dir: Path | str,
     window: int = 1,
+    taken: float | None = None,
 ) -> str:
     """The closing words of a run: what changed from the first figures to the last, and where.
 
@@ -275,6 +276,7 @@ def summary(
         metrics_first, metrics_last: figures by key; `step` and `time` (seconds) if known.
         run_dir: the run directory.
         window: of how many steps the figures in `AVERAGED` are means.
+        taken: seconds of the run; None: from the first figures to the last.
     """
     of = f"  (means of {window} steps)" if window > 1 else ""
     step, begin, end = (
@@ -283,8 +285,10 @@ def summary(
         as_number(metrics_last.get("time")),
     )
     head = f"Done: {step:,.0f} steps" if step is not None else "Done"
-    if begin is not None and end is not None and end > begin:
-        head += f" in {seconds(end - begin)}"
+    if taken is None and begin is not None and end is not None:
+        taken = end - begin
+    if taken is not None and taken > 0:
+        head += f" in {seconds(taken)}"
     lines = [head + "."]
     for keys, name, form in (
         (EVALUATION, f"held-out {_what(metrics_last, EVALUATION)}", percent),

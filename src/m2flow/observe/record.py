@@ -83,9 +83,21 @@ class RunRecord:
 
     @property
     def seconds_elapsed(self) -> float | None:
-        """From the first row of figures to the last."""
-        times = [time for row in self.metrics if (time := as_number(row.get("time"))) is not None]
-        return times[-1] - times[0] if len(times) > 1 else None
+        """What `seconds_taken` says of the figures."""
+        return seconds_taken(self.metrics)
+
+
+def seconds_taken(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The seconds of all steps and evaluations of a run, pauses before a resumption left out.
+
+    Args:
+        rows: one for each step; of rows without seconds the time from the first to the last.
+    """
+    spent = [as_number(row.get(key)) for row in rows for key in ("seconds/step", "eval/seconds")]
+    if taken := sum(one for one in spent if one is not None):
+        return taken
+    times = [time for row in rows if (time := as_number(row.get("time"))) is not None]
+    return times[-1] - times[0] if len(times) > 1 else None
 
 
 def as_number(value: object) -> float | None:
