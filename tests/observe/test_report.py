@@ -349,6 +349,15 @@ def test_a_bar_is_as_high_as_its_step(tmp_path: Path, fake_run: Callable[..., Pa
     assert len(set(train)) == len(train) == 5
 
 
+def test_a_bar_is_no_higher_than_its_step_where_calls_began_before_it(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "r")
+    spent = {"seconds/generator.generate": 1.5, "seconds/learner.train": 0.5}
+    run.append_metrics(1, {"seconds/step": 1.0, **spent})
+    html = write_report(run.path).read_text()
+    (bar,) = re.findall(r"<g><title>(step .*?)</title>", html)
+    assert bar == "step 1, generator.generate 750 ms, learner.train 250 ms"
+
+
 def test_a_long_run_has_few_bars(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", "r")
     for step in range(1, 1001):

@@ -1,7 +1,8 @@
 """The report's latency breakdown: a bar for each step, its height the step's seconds.
 
 Promises: the parts of a bar are the seconds that a lane spent in each stage, in the mean over the
-lanes, and the rest of the step (switches, transfers, waits, idleness) stands on top; so a bar ends
+lanes, and the rest of the step (switches, transfers, waits, idleness) stands on top; where calls
+began before the step they may be more than the step has, and are drawn in proportion. So a bar ends
 where the step did. However long the run, at most `MAX_BARS` bars are drawn, each the mean of
 its neighbours.
 """
@@ -62,7 +63,9 @@ def _bars(
         means = {key: fmean(as_number(row.get(key)) or 0.0 for row in some) for key in keys}
         whole = means.pop("seconds/step")
         parts = {key.removeprefix(PREFIX): mean / num_lanes for key, mean in means.items()}
-        parts[REST] = max(0.0, whole - sum(parts.values()))
+        if (in_stages := sum(parts.values())) > whole:
+            parts = {name: part * whole / in_stages for name, part in parts.items()}
+        parts[REST] = max(0.0, whole - in_stages)
         bars.append((name, parts))
     return bars
 
