@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from m2flow.engine.spans import Span
+from m2flow.observe.plan_section import _terms
 from m2flow.observe.record import read_run
 from m2flow.observe.report import write_report
 from m2flow.observe.run_directory import RunDirectory
+from m2flow.observe.trace import StepSpans
 from m2flow.plan.explain import Alternative, Explanation
 from m2flow.plan.explain.bottleneck import Bottleneck
 from m2flow.plan.explain.flips import Flip
@@ -84,6 +88,13 @@ def test_what_was_predicted_stands_beside_what_was_measured(
     }  # fmt: skip
     assert "fixed by the user" not in text
     assert "Tried in real steps" not in text
+
+
+def test_a_lane_without_a_span_counts_in_the_mean_over_lanes() -> None:
+    """It was left out of what was measured, and counted in what was predicted."""
+    table = _terms(DECISION, [StepSpans(1, 0.0, 1.0, [Span(0, TRAIN, "call", 0.0, 0.8)])])
+    measured = dict(re.findall(r"<td>(\w+)</td><td>[^<]*</td><td>([^<]*)</td>", table))
+    assert (measured["compute"], measured["waiting"]) == ("400 ms", "600 ms")
 
 
 def test_the_race_is_a_table(tmp_path: Path, fake_run: Callable[..., Path]) -> None:

@@ -151,7 +151,8 @@ def _terms(decision: Explanation, steps: Sequence[StepSpans]) -> str:
     columns = [{term: decision.predicted.terms.get(term, 0.0) for term in TERMS}]
     counts = [max(1, decision.num_lanes)]
     for step in steps:
-        lanes = where_the_time_went(step.spans, (step.start, step.end))
+        known = decision.predicted.idle  # of every lane: one without a span counts too
+        lanes = where_the_time_went(step.spans, (step.start, step.end), known)
         columns.append({term: sum(lane.terms[term] for lane in lanes) for term in TERMS})
         counts.append(max(1, len(lanes)))
     rows = [

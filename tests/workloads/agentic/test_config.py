@@ -133,9 +133,10 @@ def test_held_out_problems_keep_to_the_share_of_friends(share: float, count: int
 def test_a_malformed_call_counts_among_those_that_were_asked() -> None:
     turn = dict.fromkeys(("cut", "seconds", "tokens", "result_tokens"), 0)
     turn = {**turn, "tools": [], "malformed": 1, "errors": 1}
-    right = {**turn, "tools": ["search"], "malformed": 0, "errors": 0}
+    right = {**turn, "tools": ["search"], "malformed": 0, "errors": 0, "seconds": 2.0}
     output = Batch({"turns": [[turn], [right, turn, turn]], "finish_reason": ["stop", "stop"]})
     assert turn_figures(output)["tools/error_share"] == 0.75
+    assert turn_figures(output)["tools/seconds"] == 2.0, "a malformed call takes no time"
 
 
 def test_a_trajectory_that_has_had_its_turns_was_cut_off(tiny_recipe: MakeRecipe) -> None:

@@ -43,9 +43,10 @@ def examine(asked: Examination) -> dict[str, Any]:
     figures = experiment.evaluation(result)
     if not figures:
         raise RunFailed(f"no problem could be judged: {result.output['failure'][0]}")
+    tools = f", with {', '.join(experiment.tools)}" if experiment.tools else ""
     low, high = wilson(figures["eval/accuracy"], int(figures["eval/problems"]))
     return {
-        "about": f"{len(problems)} held-out problems, with {', '.join(experiment.tools)}",
+        "about": f"{len(problems)} held-out problems{tools}",
         "failed_share": figures.get("eval/failed_share", 0.0),
         "model": str(asked.model),
         "accuracy": figures["eval/accuracy"],

@@ -155,7 +155,10 @@ class AgenticExperiment(ReasoningExperiment):
 
 
 def turn_figures(output: Batch) -> dict[str, float]:
-    """Figures of turns and calls, as means over trajectories; shares are of all that was asked."""
+    """Figures of turns and calls, as means over trajectories; shares are of all that was asked.
+
+    The seconds are of a call that was carried out: a malformed one takes none.
+    """
     trajectories: list[list[dict[str, Any]]] = output["turns"]
     turns = [turn for some in trajectories for turn in some]
     count, calls = len(trajectories), sum(len(turn["tools"]) for turn in turns)
@@ -170,6 +173,6 @@ def turn_figures(output: Batch) -> dict[str, float]:
         "tools/error_share": share("errors"),
         "tools/cut_share": share("cut"),
         "tools/failed_share": sum(why in GIVEN_UP for why in output["finish_reason"]) / count,
-        "tools/seconds": share("seconds"),
+        "tools/seconds": sum(turn["seconds"] for turn in turns) / max(1, calls),
         "tokens/tools": float(sum(turn["result_tokens"] for turn in turns)),
     }
