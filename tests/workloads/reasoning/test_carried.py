@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,17 @@ def rollouts_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
+def carried_of(run: Path) -> dict[str, dict[int, list[tuple[list[int], str]]]]:
+    """By checkpoint and turn the tokens of the answers that go on, and why they ended."""
+    return {
+        path.parent.name: {
+            turn: [(list(one.token_ids), one.finish_reason) for one in group]
+            for turn, group in read(path).items()
+        }
+        for path in (run / "checkpoints").glob("step_*/carried.safetensors")
+    }
+
+
 def test_a_run_that_goes_on_carries_the_same_over(tmp_path: Path) -> None:
     words = {**WORDS, "checkpoint": {"every": 3}}
     straight = train(words, run_dir=tmp_path / "straight", progress=Quiet())
@@ -215,7 +227,11 @@ def test_a_run_that_goes_on_carries_the_same_over(tmp_path: Path) -> None:
     assert (parts / "checkpoints" / "step_000003" / "carried.safetensors").is_file()
     train(words, run_dir=parts, resume=True, progress=Quiet())
     assert rollouts_of(parts) == rollouts_of(straight)
+    assert carried_of(parts) == carried_of(straight)
     figures = [row for row in read_metrics(straight) if row["step"] > 0]
+    shown = Counter(row["step"] for row in rollouts_of(straight))
+    assert OPEN not in {row["finish_reason"] for row in rollouts_of(straight)}
+    assert all(shown[row["step"]] == row["samples"] for row in figures), "those that have ended"
     shares = [row["sampling/carried_share"] for row in figures]
     assert max(shares) > 0
     assert min(shares) < 1
@@ -240,11 +256,16 @@ def no_cluster_left() -> Iterator[None]:
 @pytest.mark.usefixtures("no_cluster_left")
 @pytest.mark.parametrize("mode", ["disaggregated", "collocated"])
 def test_every_plan_cuts_at_the_same_place(tmp_path: Path, mode: str) -> None:
-    words = {**WORDS, "steps": 4}
-    here = rollouts_of(train(words, run_dir=tmp_path / "here", progress=Quiet()))
+    words = {**WORDS, "steps": 4, "checkpoint": {"every": 1, "keep": 4}}
+    straight = train(words, run_dir=tmp_path / "here", progress=Quiet())
     placed = {**words, "lanes": "cpu:2", "mode": mode}
-    there = rollouts_of(train(placed, run_dir=tmp_path / "there", progress=Quiet()))
-    assert len(here) == len(there) == 4 * PROMPTS * GROUP
+    run = train(placed, run_dir=tmp_path / "there", progress=Quiet())
+    here, there = rollouts_of(straight), rollouts_of(run)
+    ended = sum(row.get("samples", 0) for row in read_metrics(straight))
+    going_on = carried_of(straight)
+    left = sum(len(group) for turns in going_on.values() for group in turns.values())
+    assert len(here) == len(there) == ended == 4 * PROMPTS * GROUP - left
+    assert carried_of(run) == going_on
     for one, other in zip(here, there, strict=True):
         for name in ("step", "item", "prompt", "completion", "reward", "finish_reason"):
             assert one[name] == other[name], name

@@ -401,15 +401,18 @@ class ReasoningExperiment:
         return figures | ({"eval/failed_share": failed / len(failures)} if failed else {})
 
     def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
-        """A few rollouts of a step for people to read: those without a reward, then any."""
-        output = result.output
+        """A few rollouts of a step for people to read: those without a reward, then any.
+
+        Of groups that have ended: others have no reward yet.
+        """
+        output = ended_groups(result.output)
         every = max(1, len(output) // max(1, count))
         rows = range(0, len(output), every)[:count]
         failed = [row for row, why in enumerate(output["failure"]) if why][:count]
         return [sample_row(output, row) for row in dict.fromkeys((*failed, *rows))][:count]
 
     def rollouts(self, result: StepResult) -> list[dict[str, Any]]:
-        """All rollouts of a step, as those few are shown."""
+        """All rollouts of a step whose groups have ended, as those few are shown."""
         return self.samples(result, len(result.output))
 
     def alarms(self, result: StepResult) -> Sequence[str]:
