@@ -233,7 +233,11 @@ def test_it_learns() -> None:
     returns = [experiment.metrics(one)["episodes/return"] for one in results]
     assert sum(returns[:2]) / 2 < -3.5
     assert sum(returns[-3:]) / 3 > -2.0
-    assert experiment.metrics(results[0])["train/updates"] == 0, "before there is enough to draw"
+    early = experiment.metrics(results[0])
+    assert early["train/updates"] == 0, "before there is enough to draw"
+    losses = {"loss/policy", "loss/value", "train/q", "train/entropy", "train/learning_rate"}
+    assert not losses & early.keys(), "no update was made, and zeros would be drawn as one"
+    assert losses <= experiment.metrics(results[-1]).keys()
     assert experiment.metrics(results[-1])["train/updates"] == 40
 
 
@@ -351,5 +355,8 @@ def test_a_policy_whose_steps_are_left_out_in_a_row_ends_the_run() -> None:
     (rollouts,) = kept_rollouts(some)
     update = fresh_update(some)
     spoil(update.actor_optimizer, {0, 1, 2})
-    assert update.run(rollouts, None)["skipped_share"] == 0.5
+    figures = update.run(rollouts, None)
+    assert figures["skipped_share"] == 0.5
+    assert "value_loss" in figures
+    assert not {"loss", "grad_norm", "temperature"} & figures.keys(), "of steps that were not taken"
     assert "2 times in a row (max_skipped_updates: 1)" in too_many([update.skips.take_note()])

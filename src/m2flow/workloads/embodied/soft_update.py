@@ -34,11 +34,6 @@ from m2flow.workloads.embodied.learning import means_of, optimizer_config
 from m2flow.workloads.embodied.replay import Replay, Transitions, transitions_of
 from m2flow.workloads.embodied.workers.columns import lengths_of
 
-FIGURES = (
-    "loss", "value_loss", "entropy", "temperature", "q", "grad_norm", "critic_grad_norm",
-    "learning_rate",
-)  # fmt: skip
-
 STATE = "state.safetensors"
 
 Step = Callable[[Transitions, list[int], AllReduce | None], dict[str, float]]
@@ -89,7 +84,8 @@ class SoftUpdate:
             all_reduce: sums tensors over the lanes; None for one lane.
 
         Returns:
-            Means over the updates, the same on every lane.
+            Means over the updates that were made, none where there was none; how many there were,
+            and the transitions in the buffer. The same on every lane.
         """
         rows_TW = self._together(rollouts, all_reduce)
         self._see(Transitions(rows_TW, self.state_size).state_TS)
@@ -97,8 +93,8 @@ class SoftUpdate:
         settings = self.recipe.replay
         updates = settings.updates if len(self.replay) >= max(1, settings.begin) else 0
         found = [self._update(all_reduce) for _ in range(updates)]
-        means = dict.fromkeys(FIGURES, 0.0) | means_of(found)
-        return means | {"updates": float(updates), "replay": float(len(self.replay))}
+        counts = {"updates": float(updates), "replay": float(len(self.replay))}
+        return means_of(found) | counts
 
     def _together(self, rollouts: Batch | None, all_reduce: AllReduce | None) -> Tensor:
         """[T, W] the transitions of all lanes, in the order of their rollouts' numbers."""
