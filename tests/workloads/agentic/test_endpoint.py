@@ -16,13 +16,16 @@ from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch, Place
 from m2flow.generation.records import Completion
 from m2flow.models.causal_lm import load_model
+from m2flow.plan import parse_lanes
 from m2flow.runtime.driver.launch import launch
 from m2flow.workloads.agentic.config import AgenticRecipe, EpisodeSection
 from m2flow.workloads.agentic.dialect import ChatDialect
 from m2flow.workloads.agentic.endpoint import server as endpoint
 from m2flow.workloads.agentic.endpoint.conversation import Conversation, RefusedRequest
 from m2flow.workloads.agentic.episodes import begin_episodes
+from m2flow.workloads.agentic.evaluation import examine
 from m2flow.workloads.agentic.experiment import AgenticExperiment
+from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.reasoning.workers import ModelSource
 from tests.workloads.agentic import some_agents
 from tests.workloads.agentic.conftest import chat_tokenizer
@@ -232,6 +235,17 @@ def test_the_recipes_temperature_may_be_said_in_an_evaluation_too(
     for greedy in (False, True):
         found = [some for some in generator.host(experiment.batch(0), greedy=greedy) if len(some)]
         assert not any(Batch.concat(found)["tool_failure"]), greedy
+
+
+def test_an_evaluation_of_an_agent_names_no_tools(
+    chat_recipe: AgenticRecipe, chat_folder: Path, tmp_path: Path
+) -> None:
+    """The agent has its own, and the run knows none of them."""
+    words = {"workload": "agentic"} | with_agent(chat_recipe, "wander").model_dump(mode="json")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(words))
+    found = examine(Examination(chat_folder, recipe, limit=3, lanes=parse_lanes("cpu:1")))
+    assert found["about"] == "3 held-out problems"
 
 
 def test_an_agent_that_fails_costs_its_trajectory(
