@@ -24,6 +24,7 @@ from m2flow.plan import (
     with_memory,
 )
 from m2flow.plan.builders import BUILDERS, placed
+from m2flow.plan.chunks import ITEMS_IN_TIME, call_items
 from m2flow.plan.file import from_json
 from m2flow.simulation.driver import Simulation
 from tests.engine.random_cases import SeededCosts
@@ -298,6 +299,19 @@ def test_companion_keeps_workers_where_they_stand(mode: str) -> None:
     assert set(beside.stages) == {node.name for node in EVALUATE.nodes}
     assert (beside.edges, beside.order, beside.max_staleness) == ({}, (), 0)
     assert beside.mode == f"{mode} (Grpo.evaluate)"
+
+
+def test_no_call_of_a_large_evaluation_has_all_of_its_items() -> None:
+    """9,740 answers were scored in one call, which had no time for the test cases of them all."""
+    plan = build_plan("eager", GRPO, cpu_lanes(1), 8)
+    whole = companion(plan, EVALUATE, 8).stages
+    cut = companion(plan, EVALUATE, 9740).stages
+    for node in EVALUATE.nodes:
+        most = call_items(node, cut[node.name], 9740)
+        alone = node.streaming or node.loop is not None
+        assert most == 9740 * node.fanout if alone else most <= ITEMS_IN_TIME, node.name
+        assert call_items(node, whole[node.name], 8) == 8 * node.fanout
+    assert any(not node.streaming for node in EVALUATE.nodes)
 
 
 def test_companion_puts_what_the_steps_do_not_use_on_the_first_lane() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from contextlib import suppress
 
 import pytest
 
 import m2flow
-from m2flow import Batch, Flow, Stream, Worker, stage
+from m2flow import Batch, Flow, Stream, Worker, loop, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import RunFailed, Stalled
 from m2flow.runtime.driver.call_watch import CallWatch
@@ -74,6 +75,46 @@ def test_an_eager_run_whose_stage_sleeps_for_ever_ends(where: str, called: str) 
     (stacks,) = caught.value.__cause__.__notes__
     assert "in sleep_in" in stacks
     assert stacks.count("hread 0x") > 1, "those of all threads"
+
+
+class Slow(Worker):
+    """Takes longer than a deadline for all that it does, and has nothing ready before its end."""
+
+    PAUSES, SECONDS = 7, 0.5
+
+    @stage(streaming=True)
+    def draw(self, batch: Batch) -> Generator[Batch, Batch | None, None]:
+        for _ in range(self.PAUSES):
+            time.sleep(self.SECONDS)
+            assert (yield batch.select([])) is None
+        yield batch
+
+    @stage
+    def turn(self, batch: Batch) -> Batch:
+        time.sleep(self.SECONDS)
+        return batch
+
+
+class Drawing(Flow):
+    slow: Slow
+
+    def step(self, items: Stream) -> Stream:
+        return self.slow.draw(items)
+
+
+class Turning(Flow):
+    slow: Slow
+
+    def step(self, items: Stream) -> Stream:
+        return loop(self.slow.turn, max_turns=self.slow.PAUSES)(items)
+
+
+@pytest.mark.parametrize("flow", [Drawing, Turning])
+def test_an_eager_call_that_makes_progress_is_not_late(flow: type[Flow]) -> None:
+    """It ended at its deadline: only finished items counted as a sign of life."""
+    plan = Plan("eager", (LaneSpec(0),), {"slow": Placement(((0,),))}, deadline_seconds=2.0)
+    with m2flow.launch(flow(slow=Slow()), items_per_step=2, plan=plan) as run:
+        assert run.step(Batch({"x": [1, 2]})).output["x"] == [1, 2]
 
 
 def test_what_a_call_has_given_puts_its_deadline_off() -> None:

@@ -347,6 +347,14 @@ def evaluate(
         ),
     ] = None,
     lanes: Annotated[str, typer.Option(help="Lanes, such as cpu:2.")] = "auto",
+    deadline_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            help="Longest that one call may take; by default that of the recipe, or of the run "
+            "MODEL is from, else 600.",
+        ),
+    ] = None,
     on_bad_row: Annotated[str, typer.Option(help="fail or skip.")] = "fail",
     workload: Annotated[
         str | None,
@@ -410,6 +418,7 @@ def evaluate(
         chat_options=chat_options(chat_option),
         lanes=parse_lanes(lanes),
         skip_bad_rows=on_bad_row == "skip",
+        deadline_seconds=deadline_seconds,
     )
     # What a reward or a library prints must not stand in what a program reads.
     with redirect_stdout(sys.stderr) if json or markdown else nullcontext():

@@ -15,7 +15,7 @@ from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import PlanError, UserError, suggestion
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import ONE_LANE, Layout
-from m2flow.plan.chunks import pipelined, spread
+from m2flow.plan.chunks import in_time, pipelined, spread
 from m2flow.plan.isolation import isolate
 
 Builder = Callable[[FlowGraph, Sequence[LaneSpec], int, Mapping[str, Layout]], Plan]
@@ -152,7 +152,7 @@ def companion(plan: Plan, graph: FlowGraph, num_items: int, isolated: Collection
 
     Workers keep their lanes; what the steps do not use stands on the first lane that is not
     reserved, or beside it, where it must have a process of its own: the plan has more lanes then.
-    Every stage is spread evenly over the replicas of its worker.
+    Every stage is spread evenly over the replicas of its worker, its calls cut as by `in_time`.
 
     Args:
         plan: what the steps run under.
@@ -176,7 +176,7 @@ def companion(plan: Plan, graph: FlowGraph, num_items: int, isolated: Collection
         plan,
         mode=f"{plan.mode} ({graph.name})",
         placements=placements,
-        stages=spread(graph, placements, num_items),
+        stages=in_time(graph, spread(graph, placements, num_items), num_items),
         edges={},
         order=(),
         max_staleness=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from m2flow.engine.plan import Placement, StagePlan
 from m2flow.flow.graph import FlowGraph, StageNode
@@ -14,6 +15,10 @@ cuts already."""
 GROUPS = 2
 """How many groups of items are on their way around a loop whose members stand on lanes of their
 own: while one group is with the one member, the other group is with the other."""
+
+ITEMS_IN_TIME = 256
+"""Items of a call at most where all items of an evaluation would be one: the test cases of so many
+answers are run well within the deadline of a call, and those of ten thousand are not."""
 
 
 def unit_items(node: StageNode, num_items: int) -> int:
@@ -47,6 +52,24 @@ def spread(
         node.name: cut(node, num_items, calls * len(placements[node.worker].replicas))
         for node in graph.nodes
     }
+
+
+def in_time(
+    graph: FlowGraph, stages: Mapping[str, StagePlan], num_items: int
+) -> dict[str, StagePlan]:
+    """The stages of an evaluation, with calls of at most `ITEMS_IN_TIME` items (or one unit).
+
+    Streaming stages, loops and what accumulates stay as they are: the first two give signs of life.
+    """
+    found = dict(stages)
+    for node in graph.nodes:
+        if node.streaming or node.loop is not None or node.accumulates:
+            continue
+        stage = stages.get(node.name, StagePlan())
+        if call_items(node, stage, num_items) > ITEMS_IN_TIME:
+            most = max(1, ITEMS_IN_TIME // unit_items(node, num_items))
+            found[node.name] = replace(stage, chunk=most)
+    return found
 
 
 def pipelined(

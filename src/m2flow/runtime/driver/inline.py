@@ -159,8 +159,8 @@ class InlineCarrier:
                     return []
                 pieces = []
                 for piece in host.call(flow, command):
+                    self._watch.heard()
                     if piece is not None:
-                        self._watch.heard()
                         pieces.append(Report(piece))
                 return [*pieces, host.finished(flow, command, start)]
             case RunFinish():
@@ -193,7 +193,7 @@ class InlineCarrier:
         host = self._on(command.lanes[0])
         for piece in stream:
             self._streams.append((command, flow, stream, start))
-            return [Report(piece)]
+            return [Report(piece or ItemsProduced(command.call, command.lanes[0], ()))]
         return [host.finished(flow, command, start)]
 
     def collect(self, flow: str, command: CompleteStep) -> Future[Batch]:

@@ -9,7 +9,12 @@ from m2flow.errors import RunFailed, UserError
 from m2flow.plan import parse_lanes
 from m2flow.workloads.agentic.config import AgenticRecipe
 from m2flow.workloads.agentic.experiment import AgenticExperiment, turn_figures
-from m2flow.workloads.common.examining import examined, recipe_examined, refuse_unheeded
+from m2flow.workloads.common.examining import (
+    deadline_of,
+    examined,
+    recipe_examined,
+    refuse_unheeded,
+)
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.reasoning.evaluation import model_folder
 from m2flow.workloads.reasoning.workers import ModelSource
@@ -39,7 +44,8 @@ def examine(asked: Examination) -> dict[str, Any]:
     problems, lanes = experiment.held_out(), asked.lanes or parse_lanes("auto")
     if problems is None:
         raise UserError("there are no held-out problems", key="--limit", value=count)
-    result = examined(experiment.flow(), problems, lanes, asked.layout, "generator")
+    deadline = deadline_of(asked, recipe)
+    result = examined(experiment.flow(), problems, lanes, asked.layout, "generator", deadline)
     figures = experiment.evaluation(result)
     if not figures:
         raise RunFailed(f"no problem could be judged: {result.output['failure'][0]}")

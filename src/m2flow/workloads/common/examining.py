@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from m2flow.engine.plan import LaneSpec
+from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Flow
+from m2flow.plan import build_plan, isolated_workers
+from m2flow.plan.chunks import in_time
 from m2flow.workloads.common.planning import named_layouts
 from m2flow.workloads.common.reading import read_recipe, recipe_keys
 from m2flow.workloads.common.recipe import Recipe
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=Recipe)
 
-HEEDED = ("data", "limit", "lanes", "layout")
+HEEDED = ("data", "limit", "lanes", "layout", "deadline_seconds")
 """What every workload heeds of an `Examination`, beside the model."""
 
 OPTIONS = {"chat_options": "--chat-option", "skip_bad_rows": "--on-bad-row"}
@@ -84,7 +86,12 @@ def recipe_examined(asked: Examination, kind: type[R], model: Mapping[str, objec
 
 
 def examined(
-    flow: Flow, batch: Batch, lanes: Sequence[LaneSpec], layout: str | None, holder: str
+    flow: Flow,
+    batch: Batch,
+    lanes: Sequence[LaneSpec],
+    layout: str | None,
+    holder: str,
+    deadline_seconds: float,
 ) -> StepResult:
     """Run `evaluate` of a flow once; what trains is not loaded.
 
@@ -94,6 +101,7 @@ def examined(
         lanes: where.
         layout: how lanes share a model, as `--layout` names it; None where each holds all of it.
         holder: the worker that holds the model.
+        deadline_seconds: longest that a call may give nothing; see `deadline_of`.
 
     Raises:
         UserError: the worker has no such layout on these lanes.
@@ -104,8 +112,19 @@ def examined(
     named = {} if layout is None else {holder: layout}
     layouts = named_layouts(named, alone, lanes, everywhere=True, option="--layout")
     mode = "eager" if len(lanes) == 1 else "collocated"
-    with launch(alone, items_per_step=len(batch), mode=mode, lanes=lanes, layouts=layouts) as run:
+    graph, count = alone.trace(), len(batch)
+    plan = build_plan(mode, graph, lanes, count, isolated_workers(alone), layouts)
+    stages = in_time(graph, plan.stages, count)
+    plan = replace(plan, stages=stages, deadline_seconds=deadline_seconds)
+    with launch(alone, items_per_step=count, plan=plan) as run:
         return run.step(batch)
+
+
+def deadline_of(asked: Examination, recipe: Recipe | None) -> float:
+    """The deadline of calls: the one that is asked for, else the recipe's, if there is one."""
+    if asked.deadline_seconds is not None:
+        return asked.deadline_seconds
+    return Plan.deadline_seconds if recipe is None else recipe.deadline_seconds
 
 
 def refuse_unheeded(asked: Examination, *heeded: str) -> None:

@@ -82,6 +82,8 @@ class Examination:
             `data`; None for those of the run that the model is a checkpoint of, if it is one.
         lanes: where it runs; none for all that this machine has, as `lanes: auto` in a recipe.
         skip_bad_rows: leave rows that cannot be read out, instead of refusing the file.
+        deadline_seconds: longest that one call may take; None for that of the recipe which is
+            examined by, or of the run that the model is a checkpoint of, else ten minutes.
     """
 
     model: Path
@@ -108,6 +110,7 @@ class Examination:
     chat_options: Mapping[str, Any] | None = None
     lanes: Sequence[LaneSpec] = ()
     skip_bad_rows: bool = False
+    deadline_seconds: float | None = None
 
 
 class Experiment(Protocol):

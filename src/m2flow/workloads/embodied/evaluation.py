@@ -11,7 +11,12 @@ from typing import Any
 from m2flow.algorithms.confidence import of_shares
 from m2flow.errors import RunFailed, UserError
 from m2flow.plan import parse_lanes
-from m2flow.workloads.common.examining import examined, recipe_examined, refuse_unheeded
+from m2flow.workloads.common.examining import (
+    deadline_of,
+    examined,
+    recipe_examined,
+    refuse_unheeded,
+)
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.embodied.config import EmbodiedRecipe, EmbodiedWarmupSection
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
@@ -48,7 +53,7 @@ def examine(asked: Examination) -> dict[str, Any]:
     starts = experiment.held_out()
     assert starts is not None
     flow = experiment.flow(asked.model.resolve() if asked.data is None else None)
-    result = examined(flow, starts, lanes, asked.layout, "actor")
+    result = examined(flow, starts, lanes, asked.layout, "actor", deadline_of(asked, recipe))
     figures = experiment.evaluation(result)
     if not figures:
         raise RunFailed(f"all {count} episodes of {recipe.environment.name} failed")

@@ -18,7 +18,8 @@ from m2flow.plan import parse_lanes, with_memory
 from m2flow.rewards.final_answer import extract_answer
 from m2flow.rewards.number import read_number
 from m2flow.rewards.symbolic import canonical
-from m2flow.workloads.common.examining import examined
+from m2flow.workloads.common.examining import deadline_of, examined
+from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.resume import recipe_of, run_of
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.reasoning.config import PRETRAINED, ReasoningRecipe
@@ -110,7 +111,8 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
         ),
         verifier=Verifier(source, rewards_by),
     )
-    result = examined(flow, batch, lanes, asked.layout, "generator")
+    deadline = deadline_of(asked, _recipe_of(asked.model))
+    result = examined(flow, batch, lanes, asked.layout, "generator", deadline)
     rewards, output = result.output["reward"], result.output
     groups = [range(n, n + asked.samples) for n in range(0, len(rewards), asked.samples)]
     elected = [
@@ -213,10 +215,15 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
+def _recipe_of(model: Path) -> Recipe | None:
+    """The recipe of the run that a model is a checkpoint of, if it is one."""
+    run = run_of(model)
+    return None if run is None else recipe_of(run)
+
+
 def _part_of(asked: Examination, function: str) -> RewardPart:
     """The part of the run's reward that has the function, with its deadline; or the function."""
-    run = run_of(asked.model)
-    recipe = None if run is None else recipe_of(run)
+    recipe = _recipe_of(asked.model)
     parts = recipe.reward if isinstance(recipe, ReasoningRecipe) else None
     named = [part for part in parts or () if part.function == function]
     return (named or [RewardPart(function=function)])[0].model_copy(update={"weight": 1.0})
@@ -231,8 +238,7 @@ def as_trained(asked: Examination, context: int | None) -> Examination:
         asked: the examination.
         context: positions of the model; of those, answers get half at most where nothing is said.
     """
-    run = run_of(asked.model)
-    recipe = None if run is None else recipe_of(run)
+    recipe = _recipe_of(asked.model)
     usual: dict[str, Any] = {
         "chat_options": {}, "temperature": float(asked.samples > 1), "reward": "math",
     }  # fmt: skip
