@@ -21,9 +21,9 @@ from m2flow.observe.films import Film
 from m2flow.observe.health import findings
 from m2flow.observe.lane_time import pictured_steps
 from m2flow.observe.page import STATIC, script
-from m2flow.observe.record import RunRecord, read_run
+from m2flow.observe.record import MAX_ROLLOUTS, RunRecord, read_run
 from m2flow.observe.report import write_report
-from m2flow.observe.rollout_browser import MAX_CHARACTERS, MAX_ROLLOUTS
+from m2flow.observe.rollout_browser import MAX_CHARACTERS
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.observe.step_bars import MAX_BARS
 from m2flow.simulation.time_account import where_the_time_went

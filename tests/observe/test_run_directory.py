@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import re
+import tracemalloc
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from m2flow.errors import CannotWrite, UserError
 from m2flow.observe import run_directory
 from m2flow.observe.jsonl import append_rows, cut_after_step, encode, json_safe, read_rows
+from m2flow.observe.record import MAX_ROLLOUTS, read_run
 from m2flow.observe.run_directory import RunDirectory, first_and_last, held, read_metrics
 
 
@@ -227,6 +229,24 @@ def test_cutting_removes_a_torn_line_that_is_longer_than_a_block(tmp_path: Path)
     path.write_bytes(first + encode({"step": 2, "text": "y" * 200_000})[:-5])
     assert cut_after_step(path, 2) == 1
     assert path.read_bytes() == first
+
+
+def test_samples_need_not_fit_into_memory(tmp_path: Path) -> None:
+    """A long run has gigabytes of them; resume, report and dashboard each held them all."""
+    run = RunDirectory.create(tmp_path / "run", "r")
+    for step in range(1, 2501):
+        run.append_samples(step, [{"item": n, "completion": "x" * 5000} for n in range(4)])
+    assert run.samples.stat().st_size > 50_000_000
+    tracemalloc.start()
+    record = read_run(run.path)
+    assert run.cut_after(2400) == 400
+    assert tracemalloc.get_traced_memory()[1] < 15_000_000
+    tracemalloc.stop()
+    assert len(record.samples) == MAX_ROLLOUTS
+    assert [row["step"] for row in record.samples_of_ends] == [1] * 4 + [2500] * 4
+    assert [row["item"] for row in record.samples_of_ends] == [0, 1, 2, 3] * 2
+    (*_, last) = read_run(run.path).samples_of_ends
+    assert (last["step"], last["item"]) == (2400, 3)
 
 
 def test_one_process_alone_writes_a_run(tmp_path: Path) -> None:

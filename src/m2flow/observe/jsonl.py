@@ -1,7 +1,8 @@
 """JSON that any reader accepts, and files of one JSON object per line that survive a crash.
 
 Promises: a number that is not finite is written as null; a line is handed to the operating system
-whole and at once; a file can be cut back to a step, without a last line that a crash has torn.
+whole and at once; a file can be cut back to a step, without a last line that a crash has torn, and
+without all of it in memory.
 Where the disk is full, `CannotWrite` names the file, which stays as it was. Knows rows and steps,
 not what the columns mean.
 """
@@ -15,6 +16,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,8 +64,12 @@ def encode(value: object, *, indent: int | None = None) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes | Iterator[bytes]) -> None:
     """Replace the file at `path`: a reader sees the old content or the new, never a part.
+
+    Args:
+        path: the file.
+        content: all of it, or one piece after another.
 
     Raises:
         CannotWrite: there is no room for it, or no permission.
@@ -72,7 +78,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(content)
+                file.writelines([content] if isinstance(content, bytes) else content)
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(name, 0o644)
@@ -139,20 +145,43 @@ def read_rows(path: Path) -> JsonlRows:
     A last line without an end is being written at this moment, or was torn by a crash: it counts
     as a row if it is whole, else it is left out without complaint.
     """
-    if not path.exists():
-        return JsonlRows([], ())
     rows: list[dict[str, Any]] = []
     unreadable: list[int] = []
+    for number, _, row in each_line(path):
+        if row is not None:
+            rows.append(row)
+        else:
+            unreadable.append(number)
+    return JsonlRows(rows, tuple(unreadable))
+
+
+def each_line(path: Path) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
+    """The lines that `read_rows` counts, one after the other.
+
+    Yields:
+        The 1-based number of a line, the byte where it begins, and its row; None if it has none.
+    """
+    if not path.exists():
+        return
+    end = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
+            begin, end = end, end + len(line)
             row = parse_line(line)
+            if row is not None or (line.endswith(b"\n") and line.strip()):
+                yield number, begin, row
+
+
+def rows_at(path: Path, places: Iterable[int]) -> list[dict[str, Any]]:
+    """The rows that begin at some bytes of a file, without those that have gone meanwhile."""
+    rows = []
+    with path.open("rb") as file:
+        for place in places:
+            file.seek(place)
+            row = parse_line(file.readline())
             if row is not None:
                 rows.append(row)
-            elif line.endswith(b"\n"):
-                unreadable.append(number)
-    return JsonlRows(rows, tuple(unreadable))
+    return rows
 
 
 def cut_after_step(path: Path, last_step: int) -> int:
@@ -161,19 +190,38 @@ def cut_after_step(path: Path, last_step: int) -> int:
     Returns:
         The number of lines removed. The file is replaced at once or not at all.
     """
-    if not path.exists():
+    whole = _lines_to_leave(path, last_step)
+    if whole is None:
         return 0
-    content = path.read_bytes()
-    lines = content.splitlines()
-    kept = b"".join(line + b"\n" for line in _lines_until(lines, last_step))
-    if kept != content:
-        write_atomically(path, kept)
-    return len(lines) - kept.count(b"\n")
+    removed = 0
+
+    def kept() -> Iterator[bytes]:
+        nonlocal removed
+        with path.open("rb") as file:
+            yield from islice(file, whole)
+            for line in file:
+                if _is_until(line, last_step):
+                    yield line.rstrip(b"\r\n") + b"\n"
+                else:
+                    removed += 1
+
+    write_atomically(path, kept())
+    return removed
 
 
-def _lines_until(lines: Sequence[bytes], last_step: int) -> Iterator[bytes]:
-    for line in lines:
-        row = parse_line(line)
-        step = None if row is None else row.get("step", 0)
-        if isinstance(step, int | float) and step <= last_step:
-            yield line
+def _lines_to_leave(path: Path, last_step: int) -> int | None:
+    """How many lines there are before the first that has to change; None if none has."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            if not (line.endswith(b"\n") and _is_until(line, last_step)):
+                return number
+    return None
+
+
+def _is_until(line: bytes, last_step: int) -> bool:
+    """Whether a line holds a row, and none of a later step."""
+    row = parse_line(line)
+    step = None if row is None else row.get("step", 0)
+    return isinstance(step, int | float) and step <= last_step

@@ -1,19 +1,21 @@
 """Everything that a run directory says, read once, for the report to draw.
 
 Promises: a file that is missing, half written or spoiled never stops the reading; what could not
-be read is listed in `problems`. Figures are looked up by their keys in `metrics.jsonl`; the few
+be read is listed in `problems`. Of the samples only those that are shown are kept in memory.
+Figures are looked up by their keys in `metrics.jsonl`; the few
 that may be written under several keys are listed here.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from m2flow.errors import UserError
-from m2flow.observe.jsonl import read_rows
+from m2flow.observe.jsonl import each_line, read_rows, rows_at
 from m2flow.observe.run_directory import RunDirectory, merge_steps, read_document
 from m2flow.observe.trace import Trace, read_trace
 from m2flow.plan.explain import Explanation
@@ -25,10 +27,21 @@ EVALUATION = ("eval/accuracy", "eval/success")
 ACCURACY = ("accuracy/mean", "success/mean")
 LOSS = ("loss/policy", "loss")
 
+MAX_ROLLOUTS = 1000
+"""Samples of a run that are shown, spread evenly over it."""
+
+SHOWN = 4
+"""Samples of its first and of its last step that are shown beside each other."""
+
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run directory; empty where a file is missing."""
+    """The contents of a run directory; empty where a file is missing.
+
+    Attributes:
+        samples: at most `MAX_ROLLOUTS`, spread evenly over all that there are.
+        samples_of_ends: the first `SHOWN` of the first step that has some, and of the last.
+    """
 
     directory: RunDirectory
     run: Mapping[str, Any] = field(default_factory=dict)
@@ -38,6 +51,7 @@ class RunRecord:
     decision: Explanation | None = None
     metrics: Sequence[Mapping[str, Any]] = ()
     samples: Sequence[Mapping[str, Any]] = ()
+    samples_of_ends: Sequence[Mapping[str, Any]] = ()
     trace: Trace = field(default_factory=Trace)
     problems: Sequence[str] = ()
 
@@ -121,7 +135,7 @@ def read_run(path: Path | str) -> RunRecord:
     plan = _attempt(read_document, directory.plan, problems) or {}
     decision = _attempt(_read_decision, directory.decision, problems)
     config = _attempt(read_document, directory.config, problems) or {}
-    metrics, samples = read_rows(directory.metrics), read_rows(directory.samples)
+    metrics, samples = read_rows(directory.metrics), _read_samples(directory.samples)
     for file, rows in ((directory.metrics, metrics), (directory.samples, samples)):
         if rows.unreadable:
             lines = ", ".join(str(line) for line in rows.unreadable[:5])
@@ -137,10 +151,35 @@ def read_run(path: Path | str) -> RunRecord:
         plan=plan,
         decision=decision,
         metrics=merge_steps(metrics.rows),
-        samples=[row for row in samples.rows if isinstance(row.get("step"), int)],
+        samples=samples.spread,
+        samples_of_ends=samples.of_ends,
         trace=trace or Trace(),
         problems=problems,
     )
+
+
+class _Samples(NamedTuple):
+    spread: list[dict[str, Any]]
+    of_ends: list[dict[str, Any]]
+    unreadable: tuple[int, ...]
+
+
+def _read_samples(path: Path) -> _Samples:
+    """Read a file of samples twice: once for where they are, and then those that are shown."""
+    places, firsts = array("Q"), dict[int, list[int]]()
+    unreadable: list[int] = []
+    for number, place, row in each_line(path):
+        if row is None:
+            unreadable.append(number)
+        elif isinstance(step := row.get("step"), int):
+            places.append(place)
+            if len(first := firsts.setdefault(step, [])) < SHOWN:
+                first.append(place)
+    if not places:
+        return _Samples([], [], tuple(unreadable))
+    every = -(-len(places) // MAX_ROLLOUTS)
+    ends = [*firsts[min(firsts)], *(firsts[max(firsts)] if len(firsts) > 1 else ())]
+    return _Samples(rows_at(path, places[::every]), rows_at(path, ends), tuple(unreadable))
 
 
 def _read_decision(path: Path) -> Explanation:

@@ -90,7 +90,7 @@ def _times(record: RunRecord) -> list[str]:
 
 
 def _rollouts(record: RunRecord) -> list[str]:
-    columns = rollout_columns(record.samples)
+    columns = rollout_columns(record.samples_of_ends)
     note = "the first recorded step against the last"
     return [section("Rollouts", columns, note)] if columns else []
 

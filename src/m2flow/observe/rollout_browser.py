@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from m2flow.observe.page import json_block
-from m2flow.observe.record import as_number
+from m2flow.observe.record import MAX_ROLLOUTS, as_number
 
-MAX_ROLLOUTS, MAX_CHARACTERS = 1000, 1500
+MAX_CHARACTERS = 1500
 
 _FORM = """<div id="browser" hidden><div class="tools">
 <input id="find" type="search" placeholder="text in prompt or completion" aria-label="find text">

@@ -8,9 +8,8 @@ from typing import Any
 
 from m2flow.observe.formatting import number
 from m2flow.observe.page import pill
-from m2flow.observe.record import as_number
+from m2flow.observe.record import SHOWN, as_number
 
-SHOWN = 4
 MAX_CHARACTERS = 12_000
 
 
