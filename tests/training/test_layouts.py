@@ -21,7 +21,7 @@ from m2flow.models.critic import critic_of
 from m2flow.runtime.transport.groups import LaneGroups
 from m2flow.runtime.weights.manifest import describe, local_tensor
 from m2flow.training.policy import PolicyTrainer
-from m2flow.training.sharded import WHOLE, Shards, whole_weights
+from m2flow.training.sharded import WHOLE, Shards, dealt, whole_weights
 from m2flow.training.tensor_parallel import _plan_of
 from m2flow.training.values import ValueTargets, ValueTrainer
 from m2flow.workloads.reasoning.config import ReasoningRecipe
@@ -195,6 +195,13 @@ def test_rows_are_dealt_out_so_that_lanes_have_equal_tokens(
     if layout == "tp2.fsdp2":
         assert tokens[0] == tokens[1]
         assert tokens[2] == tokens[3]
+
+
+def test_no_row_is_lost_where_there_are_many_tokens() -> None:
+    """In float32 the last of 10^8 tokens was at the very end, in a share that nobody has."""
+    assert dealt(torch.tensor([10**8 // 64] * 64 + [2]), 4).bincount().tolist() == [16, 16, 16, 17]
+    assert dealt(torch.tensor([5, 5, 0]), 2).tolist() == [0, 1, 1]
+    assert dealt(torch.tensor([0, 0]), 2).tolist() == [0, 0]
 
 
 def valued(gang: Gang | None) -> tuple[list[dict[str, float]], Tensor, dict[str, Tensor]]:

@@ -183,9 +183,7 @@ class Shards:
         told: list[Any] = [None] * shares
         dist.all_gather_object(told, rows, group=group)
         everyone = joined(told)
-        lengths_B = everyone.row_lengths()
-        middle_B = lengths_B.cumsum(0) - lengths_B / 2
-        lane_B = (middle_B * shares / max(int(lengths_B.sum()), 1)).long()
+        lane_B = dealt(everyone.row_lengths(), shares)
         mine = everyone.select((lane_B == rank).nonzero()[:, 0])
         first = sum(theirs.num_tokens for theirs in told[:rank])
 
@@ -321,6 +319,17 @@ class Shards:
 
 WHOLE = Shards(None)
 """A model that is not divided."""
+
+
+def dealt(lengths_B: Tensor, shares: int) -> Tensor:
+    """Deal rows out in their order, so that each share has about as many tokens.
+
+    Returns:
+        The share of each row, from 0.
+    """
+    middle_B = lengths_B.cumsum(0) - lengths_B.double() / 2  # float32 counts to 2^24 alone
+    share_B = middle_B * shares / max(int(lengths_B.sum()), 1)
+    return share_B.long().clamp(max=shares - 1)  # an empty last row is at the very end
 
 
 def whole(tensor: Tensor) -> Tensor:
