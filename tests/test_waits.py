@@ -107,6 +107,7 @@ ENDED_BY = {
     "runtime/transport/sweeping.py: Sweeper.close": "the shell: its input has ended",
     "tools/mcp.py: _ServerProcess.run": THREAD,
     "tools/toolbox.py: Toolbox.carry_out": "`_answer`: each call has `tool_deadline_seconds`",
+    "training/checkpoint.py: broken_file": "the disk: files are read to their end",
     "training/checkpoint.py: _write_manifest": "the disk: files are read to their end",
     "training/trainer_state.py: _Writer.write_data": "the disk: files are written to their end",
     "workloads/agentic/endpoint/agents.py: Agents._work": THREAD,

@@ -270,6 +270,21 @@ def test_a_full_journal_waits_for_the_next_checkpoint(tmp_path: Path) -> None:
     writer.close()
 
 
+def test_a_full_journal_packs_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+
+    def noted(one: Rollouts) -> bytes:
+        packed.extend(one.batch.ids)
+        return frame_bytes(one)
+
+    monkeypatch.setattr(frames, "frame_bytes", noted)
+    size = len(frame_bytes(frame(1)))
+    writer = written(tmp_path, *map(frame, range(10)), max_bytes=2 * size + 5)
+    assert packed == [0, 1, 2]
+    assert of_step(tmp_path) == {3: [0, 1]}
+    writer.close()
+
+
 def test_a_thread_that_is_behind_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

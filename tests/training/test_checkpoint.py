@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,29 @@ def test_altered_file_of_the_same_size_is_found_when_a_run_goes_on(tmp_path: Pat
     with pytest.raises(UserError, match="weights is not what was written"):
         resume_point(tmp_path)
     assert trainer_folder(path) == path / "trainer"
+
+
+def test_files_are_read_side_by_side_and_the_first_broken_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread had read terabytes one file after the other, at 1.4 GB a second."""
+    path, readers = put(tmp_path, 1), set()
+    read = checkpoint._sha256
+
+    def noted(file: Path) -> str:
+        readers.add(threading.current_thread().name)
+        return read(file)
+
+    monkeypatch.setattr(checkpoint, "_sha256", noted)
+    assert broken_file(path) is None
+    assert readers
+    assert threading.current_thread().name not in readers
+    files = sorted(json.loads((path / checkpoint.MANIFEST).read_text())["files"])
+    (path / files[-1]).unlink()
+    assert str(broken_file(path)).endswith("is missing")
+    content = (path / files[0]).read_bytes()
+    (path / files[0]).write_bytes(bytes(reversed(content[:-1])) + b"?")
+    assert broken_file(path) == f"{path / files[0]} is not what was written"
 
 
 def test_a_manifest_that_leaves_files_out_is_refused(tmp_path: Path) -> None:

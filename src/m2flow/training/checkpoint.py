@@ -194,23 +194,36 @@ def broken_file(path: Path, *, checksums: bool = True) -> str | None:
         written = {name: _size_and_sum(one) for name, one in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{manifest} cannot be read"
-    for name, (num_bytes, sha256) in written.items():
-        file = path / name
-        try:
-            size = file.stat().st_size if file.is_file() else None
-        except (OSError, ValueError):  # no name that a file can have
-            size = None
-        if size is None:
-            return f"{file} is missing"
-        if size != num_bytes:
-            return f"{file} has {size} bytes, {num_bytes} were written"
-        if checksums and _sha256(file) != sha256:
-            return f"{file} is not what was written"
+    whole: list[str] = []
+    broken = None
+    for name, (num_bytes, _) in written.items():
+        if (broken := _wrong_size(path / name, num_bytes)) is not None:
+            break
+        whole.append(name)
+    with ThreadPoolExecutor(THREADS) as threads:
+        sums = threads.map(_sha256, [path / name for name in whole] if checksums else ())
+        for name, found in zip(whole, sums, strict=False):
+            if found != written[name][1]:
+                threads.shutdown(wait=False, cancel_futures=True)
+                return f"{path / name} is not what was written"
+    if broken is not None:
+        return broken
     if checksums:  # beside whole files others do no harm to who loads them
         there = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
         if unknown := sorted(there - written.keys() - {MANIFEST}):
             return f"{path / unknown[0]} is not in {manifest}: move it away if you put it there"
     return None
+
+
+def _wrong_size(file: Path, num_bytes: int) -> str | None:
+    """Why a file is not there as large as it was written, if it is not."""
+    try:
+        size = file.stat().st_size if file.is_file() else None
+    except (OSError, ValueError):  # no name that a file can have
+        size = None
+    if size is None:
+        return f"{file} is missing"
+    return f"{file} has {size} bytes, {num_bytes} were written" if size != num_bytes else None
 
 
 def _size_and_sum(entry: Any) -> tuple[int, str]:

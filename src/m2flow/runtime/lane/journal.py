@@ -110,6 +110,9 @@ class JournalWriter:
     def _keep(self, frame: Rollouts) -> None:
         from m2flow.runtime.lane.frames import Unwritable, frame_bytes  # torch comes along
 
+        opened = self._file is not None and self._file[0] == frame.step
+        if opened and self._full and not self._fits(frame.batch.nbytes):
+            return  # without the work of packing it
         try:
             content = frame_bytes(frame)
         except Unwritable as error:
@@ -126,7 +129,7 @@ class JournalWriter:
             self._open(step)
         assert self._file is not None
         before = self._full
-        self._full = sum(self._written.values()) + len(content) > self.place.max_bytes
+        self._full = not self._fits(len(content))
         if self._full:
             if not before:
                 self._tell("the journal is full (`journal_gb`) until the next checkpoint")
@@ -136,6 +139,10 @@ class JournalWriter:
         while rest:
             rest = rest[os.write(descriptor, rest) :]
         self._written[path] += len(content)
+
+    def _fits(self, num_bytes: int) -> bool:
+        """Whether the journal has room for so many bytes more."""
+        return sum(self._written.values()) + num_bytes <= self.place.max_bytes
 
     def _open(self, step: int) -> None:
         """A new file for a step; those that were deleted meanwhile count no more."""
