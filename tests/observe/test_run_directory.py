@@ -249,6 +249,18 @@ def test_samples_need_not_fit_into_memory(tmp_path: Path) -> None:
     assert (last["step"], last["item"]) == (2400, 3)
 
 
+def test_steps_that_were_left_out_do_not_fill_the_disk(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "r")
+    steps = range(999_900, 1_000_020)
+    for step in steps:
+        file = run.write_skipped(step, [{"item": 0}])
+        assert file.exists()
+    names = {f"step_{step}.jsonl" for step in (*steps[:50], *steps[-50:])}
+    assert {path.name for path in run.skipped.iterdir()} == names
+    again = run.write_skipped(999_960, [{"item": 0}])
+    assert again.exists(), "the one that was written is there, of a run that went back too"
+
+
 def test_one_process_alone_writes_a_run(tmp_path: Path) -> None:
     refused = pytest.raises(UserError, match="another process trains there")
     with held(tmp_path), refused, held(tmp_path, 0.0):

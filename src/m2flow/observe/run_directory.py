@@ -37,6 +37,9 @@ from m2flow.observe.jsonl import (
 MARKS = ("run.json", "config.yaml", "metrics.jsonl", "samples.jsonl", "plan.json", "checkpoints")
 """A directory that holds any of these holds a run."""
 
+SKIPPED_KEPT = 50
+"""So many files of `skipped/` stay of the first steps, and as many of the newest."""
+
 HELD_SECONDS = 5.0
 """How long processes that a killed launcher has begun may outlive it."""
 
@@ -168,11 +171,18 @@ class RunDirectory:
         return write_films(self.films, step, films)
 
     def write_skipped(self, step: int, rows: Iterable[Mapping[str, object]]) -> Path:
-        """Write the rollouts of a step that was left out, as `skipped/step_NNNNNN.jsonl`."""
+        """Write the rollouts of a step that was left out, as `skipped/step_NNNNNN.jsonl`.
+
+        Of the others stay those of the first `SKIPPED_KEPT` steps, and of as many of the newest.
+        """
         file = self.skipped / f"step_{step:06d}.jsonl"
         with writing("the rollouts of a step that was left out", file):
             self.skipped.mkdir(exist_ok=True)
         write_atomically(file, b"".join(encode({"step": step, **row}) + b"\n" for row in rows))
+        files = sorted(self.skipped.glob("step_*.jsonl"), key=lambda one: (len(one.name), one.name))
+        for old in files[SKIPPED_KEPT:-SKIPPED_KEPT]:
+            if old != file:
+                old.unlink()
         return file
 
     def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:

@@ -45,7 +45,10 @@ GIVE_UP_SECONDS = 10.0
 """Longest that lanes may take to stop where the step at hand is given up."""
 
 ALARMS_KEPT = 50
-"""The first so many alarms of a run stand in its `run.json`."""
+"""The first so many alarms of a run are told and stand in its `run.json`, each once."""
+
+ALARM_CHARACTERS = 500
+"""Of an alarm, which may have in it what a reward function or a tool has raised."""
 
 EVALUATED = "eval/seconds"
 """What the row of a step has after an evaluation, whatever the workload."""
@@ -97,6 +100,7 @@ class Training:
         self._changes = 0
         self._losses = self._returns = 0
         self._alarms: dict[str, int] = {}  # to the step that each was first told of
+        self._silent = False  # of further ones
         self._journal: Journal | None = None
         self._stopping = stopping
         self._done = self._saved = self.first_step
@@ -354,20 +358,31 @@ class Training:
         return figures
 
     def _tell(self, step: int, alarms: Iterable[str]) -> None:
-        """Say what a step alarms about, and has not before; the report says it too."""
+        """Say what a step alarms about, and has not before; the report says it too.
+
+        Once `ALARMS_KEPT` are known a further one is not remembered, nor told unless it says why no
+        step was taken: each sample may have an error of its own.
+        """
         known = len(self._alarms)
-        for alarm in dict.fromkeys(alarms):
-            if alarm not in self._alarms or alarm.startswith(NOT_TAKEN):
-                self._alarms.setdefault(alarm, step)
-                self.progress.note(f"step {step}: {alarm}")
+        for alarm in dict.fromkeys(_shortened(alarm) for alarm in alarms):
+            new = alarm not in self._alarms
+            if new and len(self._alarms) < ALARMS_KEPT:
+                self._alarms[alarm] = step
+            elif not alarm.startswith(NOT_TAKEN):
+                if new and not self._silent:
+                    self._silent = True
+                    self.progress.note(
+                        f"step {step}: {ALARMS_KEPT} alarms were told; further ones are not"
+                    )
+                continue
+            self.progress.note(f"step {step}: {alarm}")
         if len(self._alarms) > known:
             self._begun().write_run(alarms=self._alarms_told)
 
     @property
     def _alarms_told(self) -> list[dict[str, Any]]:
         """Return the first alarms of the run, as `run.json` has them."""
-        told = [{"step": when, "alarm": what} for what, when in self._alarms.items()]
-        return told[:ALARMS_KEPT]
+        return [{"step": when, "alarm": what} for what, when in self._alarms.items()]
 
     def _lanes_lost(self, run: Run) -> dict[str, float]:
         """Say which lanes were lost, and which are back; how often that was so far."""
@@ -471,6 +486,11 @@ class Training:
     def _write_timeline(self) -> None:
         with writing("the timeline", self._begun().timeline):
             self.timeline.write(self._begun().timeline)
+
+
+def _shortened(alarm: str) -> str:
+    """An alarm, cut where it is long."""
+    return alarm if len(alarm) <= ALARM_CHARACTERS else f"{alarm[:ALARM_CHARACTERS]}…"
 
 
 def step_figures(result: StepResult) -> dict[str, float]:
