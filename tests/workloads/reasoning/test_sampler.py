@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import count, islice
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from m2flow.errors import UserError
 from m2flow.plan.file import from_json, to_json
+from m2flow.workloads.reasoning import sampler
 from m2flow.workloads.reasoning.sampler import MEMORY, Asked, Curriculum, Sampler, SamplerState
 from m2flow.workloads.reasoning.tasks.problem import generator
 
@@ -263,6 +265,26 @@ def test_rates_run_along_and_no_problem_is_asked_twice_in_a_step() -> None:
 
 def firsts_of(sampler: Sampler, step: int) -> list[int]:
     return [slot[0].number for slot in sampler._handed[step]]
+
+
+def test_a_step_neither_sorts_all_rows_nor_copies_their_rates_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A data set may have millions of rows, and a step asks some hundreds."""
+    curriculum = Curriculum(rows=500, low=0.2, high=0.8, outside=0.1)
+    chosen = make(curriculum=curriculum)
+    for step in range(3):
+        random = generator("curriculum", 0, step)
+        with monkeypatch.context() as patched:
+            patched.setattr(sampler, "sorted", None, raising=False)
+            patched.setattr("copy.deepcopy", None)
+            slots = chosen.asked(step)
+        rates = chosen.state(step).rates
+        keys = [math.log(random.random()) / curriculum.weight(rates.get(row)) for row in range(500)]
+        best = sorted(range(500), key=lambda row: keys[row], reverse=True)[: SLOTS * (1 + SPARES)]
+        assert [slots[place % SLOTS][place // SLOTS].number for place in range(len(best))] == best
+        chosen.note(step, [1] * SLOTS, [(slot[0].number, 0.1) for slot in slots])
+    assert rates, "those of steps before"
 
 
 def test_what_is_drawn_again_later_is_drawn_anew() -> None:

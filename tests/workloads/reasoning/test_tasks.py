@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from m2flow.errors import UserError
 from m2flow.rewards import addition_reward, gym_reward, math_reward
-from m2flow.workloads.reasoning.tasks import DemonstratedTask, Problem, Task, make_task
+from m2flow.workloads.reasoning.tasks import DemonstratedTask, Problem, Task, jsonl, make_task
 from m2flow.workloads.reasoning.tasks.addition import CHARACTERS, Addition, column_sums
 from m2flow.workloads.reasoning.tasks.jsonl import Jsonl
+from m2flow.workloads.reasoning.tasks.problem import generator
 
 
 def sorted_operands(prompt: str) -> tuple[int, ...]:
@@ -159,6 +160,27 @@ class TestJsonl:
         assert epochs[0] != [
             Jsonl(path=path, held_out_rows=8, seed=2).train(i).answer for i in range(32)
         ]
+
+    def test_a_step_in_two_epochs_shuffles_each_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each slot of the step went back to the first epoch, which was shuffled again for it."""
+        shuffled: list[int] = []
+
+        def noted(*parts: Any) -> Any:
+            shuffled.append(parts[-1])
+            return generator(*parts)
+
+        monkeypatch.setattr(jsonl, "generator", noted)
+        task = Jsonl(path=write_rows(tmp_path / "rows.jsonl", 40), held_out_rows=8, seed=1)
+        for first in (20, 52):
+            for slot in range(6):
+                for index in range(first + slot, first + 24, 6):
+                    task.train(index)
+        assert shuffled == [0, 1, 2]
+        assert task.keep(lambda problem: problem.answer != "1") == 1
+        task.train(0)
+        assert shuffled == [0, 1, 2, 0]
 
     def test_a_resumed_walk_needs_only_the_index(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "rows.jsonl", 40)

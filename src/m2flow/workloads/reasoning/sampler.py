@@ -14,10 +14,11 @@ library only: this knows neither texts nor tensors, and `m2flow.plan.file` write
 
 from __future__ import annotations
 
-import copy
+import heapq
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from typing import Any
 
 from m2flow.workloads.reasoning.tasks.problem import generator
 
@@ -138,7 +139,7 @@ class Sampler:
             # A profile takes batches and tells nothing; a run tells all that is due.
             assert earlier in self._told or not self._listening, f"{step} without {earlier}"
             self._apply(earlier)
-        self._before[step] = copy.deepcopy(self._now)
+        self._before[step] = _State(**_copied(self._now))
         count = self.slots * (1 + self.spares)
         found = self._walked(count) if self.curriculum is None else self._chosen(step, count)
         each = [found[slot :: self.slots] for slot in range(self.slots)]
@@ -194,11 +195,11 @@ class Sampler:
         """What a sampler needs that begins with a step, all before which are done."""
         began = self._before.get(step, self._now)
         told = {at: one for at, one in self._told.items() if began.applied < at < step}
-        return SamplerState(**asdict(began), step=step, told=told)
+        return SamplerState(**_copied(began), step=step, told=told)
 
     def restore(self, state: SamplerState) -> None:
         """Go on where another sampler was."""
-        self._now = _State(*(getattr(state, one.name) for one in fields(_State)))
+        self._now = _State(**_copied(state))
         self._before, self._handed, self._told = {}, {}, dict(state.told)
 
     def _apply(self, step: int) -> None:
@@ -237,7 +238,7 @@ class Sampler:
             math.log(random.random() or TINIEST) / curriculum.weight(now.rates.get(number))
             for number in range(curriculum.rows)
         ]
-        order = sorted(range(curriculum.rows), key=lambda number: -keys[number])
+        order = heapq.nsmallest(count, range(curriculum.rows), key=lambda number: -keys[number])
         numbers = [order[place % len(order)] for place in range(count)]
         rates = [now.rates.get(number) for number in numbers[: self.slots]]
         known = [rate for rate in rates if rate is not None]
@@ -248,3 +249,9 @@ class Sampler:
         }
         first, now.next = now.next, now.next + count
         return [Asked(number, first + place) for place, number in enumerate(numbers)]
+
+
+def _copied(state: _State) -> dict[str, Any]:
+    """What a `_State` holds, in lists and dictionaries of its own: rates are as many as rows."""
+    values = ((one.name, getattr(state, one.name)) for one in fields(_State))
+    return {name: value if isinstance(value, int) else value.copy() for name, value in values}

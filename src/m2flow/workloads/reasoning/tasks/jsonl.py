@@ -87,8 +87,7 @@ class Jsonl:
         self.num_train: int | None = len(problems)
         self._problems = problems
         self._held_out = held_out
-        self._epoch = -1
-        self._order: list[int] = []
+        self._orders: dict[int, list[int]] = {}  # of the last two epochs: a step may be in both
 
     def keep(self, wanted: Callable[[Problem], bool]) -> int:
         """Train on the rows that are wanted alone; return how many are not.
@@ -100,17 +99,17 @@ class Jsonl:
         if not kept:
             raise UserError("leaves no row to train on", key="data.max_prompt_tokens")
         dropped = len(self._problems) - len(kept)
-        self._problems, self.num_train, self._epoch = kept, len(kept), -1
+        self._problems, self.num_train, self._orders = kept, len(kept), {}
         return dropped
 
     def train(self, index: int) -> Problem:
         """Problem number `index` of the walk; each epoch holds every training row once."""
         epoch, position = divmod(index, len(self._problems))
-        if epoch != self._epoch:
+        if epoch not in self._orders:
             order = list(range(len(self._problems)))
             generator("jsonl", "epoch", self.seed, epoch).shuffle(order)
-            self._epoch, self._order = epoch, order
-        return self._problems[self._order[position]]
+            self._orders = dict([*self._orders.items(), (epoch, order)][-2:])
+        return self._problems[self._orders[epoch][position]]
 
     def held_out(self, count: int) -> list[Problem]:
         """The first `count` held-out rows, in file order; all of them where there are fewer."""
