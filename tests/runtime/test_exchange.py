@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from m2flow.engine.plan import LaneSpec
+from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
@@ -296,3 +297,28 @@ def test_ray_tells_nobody_anything_who_has_not_got_the_token(
         command, env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     assert ran.stdout.strip() == said
+
+
+def test_lanes_of_a_machine_read_a_state_in_one_place(pair: tuple[Exchange, Exchange]) -> None:
+    """A run that went back made a copy for each of its lanes, and its launcher was killed."""
+    from m2flow.runtime.driver.loading import LoadOrder  # it wants Ray
+
+    launcher, lane = pair
+    state = {"a": torch.arange(1 << 20), "b": torch.ones(3)}
+    spots = {"learner": Placement(((0, 1, 2, 3),))}
+    pool: Any = SimpleNamespace(
+        exchange=launcher,
+        is_here=lambda _: True,
+        positions=tuple,
+        new_number=lambda: 1,
+        lanes=tuple(map(LaneSpec, range(4))),
+    )
+    order = LoadOrder(pool, {}, Plan("p", pool.lanes, spots), {"learner": Worker()}, 0)
+    sent = [order.of(n, states={"learner": state}).placed["learner"].saved for n in range(4)]
+    assert launcher._pool.bytes_resident < 2 * state["a"].nbytes
+    for saved in sent:
+        found = lane.unwrap(saved)["state"][0]
+        assert all(found[name].equal(state[name]) for name in state)
+    del order, found
+    gc.collect()
+    assert launcher._pool.blocks_in_use() == 0

@@ -240,6 +240,13 @@ def test_a_snapshot_that_does_not_come_says_why(why: str) -> None:
     assert pool.sent, "lanes let go of it all the same"
 
 
+def test_what_is_on_its_way_to_other_machines_must_fit_into_memory_too() -> None:
+    """Each of their lanes is sent a state of its own, and the launcher was killed for it."""
+    there = Recovery(0, [], 10**8, 10**9, heals=True, sent_bytes=8 * 10**8)
+    assert "(no snapshot of its 0.1 GB fits into host memory)" in (there.warning or "")
+    assert Recovery(0, [], 10**8, 10**9, heals=True, sent_bytes=7 * 10**8).warning is None
+
+
 @pytest.mark.parametrize(
     ("unsaved", "num_bytes", "heals", "words"),
     [

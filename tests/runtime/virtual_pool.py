@@ -204,6 +204,9 @@ class VirtualExchange:
     def __init__(self, world: World) -> None:
         self.world = world
 
+    def shared(self, state: Any) -> Any:
+        return state
+
     def wrap(self, batch: Batch, lane: int, *, same_node: bool) -> Batch:
         return batch
 

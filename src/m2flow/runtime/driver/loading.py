@@ -121,6 +121,7 @@ class LoadOrder:
         }
         self._sent = {name: cloudpickle.dumps(workers[name]) for name in self._spots}
         self._flow = cloudpickle.dumps(dict(graphs))
+        self._here: dict[str, State] = {}
         self.number = pool.new_number()
 
     def of(
@@ -140,7 +141,7 @@ class LoadOrder:
                 spot.layout,
                 name in self._sums and len(spot.lanes) > 1,
                 None if moved is None else moved.states.get(name),
-                _wrapped(pool, states[name], lane) if name in states else None,
+                self._wrapped(name, states[name], lane) if name in states else None,
             )
             for name, spot in self._spots.items()
             if lane in spot.lanes
@@ -157,14 +158,18 @@ class LoadOrder:
             None if moved is None else tuple(set(placed) & moved.kept),
         )
 
+    def _wrapped(self, name: str, state: State, lane: int) -> Any:
+        """A worker's state on its way to a lane. All lanes of this machine read one copy of it."""
+        exchange, here = self._pool.exchange, self._pool.is_here(lane)
+        if here and name not in self._here:
+            self._here[name] = exchange.shared(state)
+        state = self._here[name] if here else state
+        return exchange.wrap(Batch({"state": [state]}), lane, same_node=here)
+
 
 def summing(graphs: Iterable[FlowGraph]) -> set[str]:
     """Workers that may sum over their lanes: those with a `finish`, which runs on all of them."""
     return {node.worker for graph in graphs for node in graph.nodes if node.has_finish}
-
-
-def _wrapped(pool: LanePool, state: State, lane: int) -> Any:
-    return pool.exchange.wrap(Batch({"state": [state]}), lane, same_node=pool.is_here(lane))
 
 
 def _rendezvous(pool: LanePool, plan: Plan, order: LoadOrder) -> Rendezvous:

@@ -78,12 +78,30 @@ class FlowThatRecovers(FlowOnLanes):
     def _new_recovery(self, first_step: int, snapshot_every: int | None) -> Recovery:
         spots = self._placements.items()
         unsaved = [name for name, _ in spots if not self.movable(name)]
-        num_bytes = sum(
-            spot.state_bytes * len(spot.replicas[0]) for name, spot in spots if self._saves(name)
-        )
+        sizes = {
+            name: spot.state_bytes * len(spot.replicas[0])
+            for name, spot in spots
+            if self._saves(name)
+        }
+        # Each lane elsewhere is sent one of its own, and there is one more while it is packed.
+        away = {name: self._lanes_away(name) for name in sizes}
+        sent = sum(size * (away[name] + 1) for name, size in sizes.items() if away[name])
         free, _ = usable_memory()
         heals = self._supervision is not None and self._supervision.heals
-        return Recovery(first_step, unsaved, num_bytes, free, heals, snapshot_every)
+        return Recovery(
+            first_step,
+            unsaved,
+            sum(sizes.values()),
+            free,
+            heals,
+            snapshot_every,
+            sent_bytes=sent,
+        )
+
+    def _lanes_away(self, worker: str) -> int:
+        """How many lanes of a worker are on other machines than the launcher."""
+        pool, lanes = self._pool, self._placements[worker].lanes
+        return 0 if pool is None else sum(not pool.is_here(lane) for lane in lanes)
 
     def _savers(self, without: Collection[int] = ()) -> dict[str, tuple[int, ...]]:
         """Workers whose states a snapshot holds, and the lanes of the replica that saves: the first

@@ -35,7 +35,8 @@ LOST, BACK = "lane lost", "lane back"
 """Names of the spans of a lane that was down, and of one that is taken in again."""
 
 COPIES = 3
-"""How often a state is in host memory: the last one, one to come, and what a lane reads it from."""
+"""How often a state is in host memory: the last one, one to come, and the one that all lanes of the
+launcher's machine read; without what is on its way to other machines."""
 
 State = Mapping[str, Any]
 """What a worker has saved: name to tensor on the CPU."""
@@ -131,6 +132,8 @@ class Recovery:
         heals: whether a run may go on after a loss at all; if not, nothing is kept.
         every: steps from one snapshot to the next, at most, whatever one takes; None for no limit.
         clock: seconds.
+        sent_bytes: about what lies in host memory beside, on its way to lanes of other machines,
+            while a run goes back.
 
     Attributes:
         heals: the same.
@@ -147,6 +150,7 @@ class Recovery:
         heals: bool,
         every: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sent_bytes: int = 0,
     ) -> None:
         self.heals, self._every = heals, every
         self.returns: list[LaneReturn] = []
@@ -163,7 +167,7 @@ class Recovery:
         if unsaved:
             names = " and ".join(unsaved)
             self._why_not = f"{names} does not say how its state is saved (`save`, `restore`)"
-        elif num_bytes and COPIES * num_bytes > free_bytes:
+        elif num_bytes and COPIES * num_bytes + sent_bytes > free_bytes:
             self._why_not = f"no snapshot of its {num_bytes / 1e9:.3g} GB fits into host memory"
         self.given = first_step
         """The step whose result is to be given next."""

@@ -18,6 +18,7 @@ import torch
 
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
+from m2flow.runtime.lane.state_copy import StateCopy
 from m2flow.runtime.lane.store import Store
 from m2flow.runtime.transport.cuda_ipc import CudaIPC
 from m2flow.runtime.transport.measure import measure
@@ -195,6 +196,10 @@ class Exchange:
             return near._provide(key)
         device = None if self._devices is None else self._devices.device
         return self._asks.fetch(self._addresses[lane], key, timeout=seconds, device=device)
+
+    def shared(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A copy of a worker's state that `wrap` hands to all lanes of this machine as it lies."""
+        return StateCopy.of(state, self.room).tensors
 
     def wrap(self, batch: Batch, lane: int, *, same_node: bool) -> Any:
         """Items to be sent along with an order to a lane."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +17,7 @@ from m2flow.runtime.lane.exchange import Exchange, ItemsKey
 from m2flow.runtime.lane.exhausted import name_residents
 from m2flow.runtime.lane.host import LaneHost
 from m2flow.runtime.lane.orders import REUSED_BYTES, STATES, Load, Placed, Save
-from m2flow.runtime.transport.frame import aligned
+from m2flow.runtime.lane.state_copy import StateCopy
 
 
 class Loader:
@@ -106,40 +104,6 @@ class Loader:
         return worker
 
 
-@dataclass(frozen=True, slots=True)
-class StateCopy:
-    """A copy of a state that a worker has saved.
-
-    Attributes:
-        memory: what it lies in, uint8 [bytes].
-        tensors: the copy's, by name; they share that memory.
-    """
-
-    memory: Any
-    tensors: Mapping[str, Any]
-
-    @classmethod
-    def empty(cls, state: Mapping[str, Any], exchange: Exchange) -> StateCopy:
-        """Room for a state."""
-        places = list(accumulate((aligned(x.nbytes) for x in state.values()), initial=0))
-        memory = exchange.room(places[-1])
-        parts = zip(state.items(), places, strict=False)
-        return cls(
-            memory,
-            {
-                name: memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
-                for (name, x), start in parts
-            },
-        )
-
-    def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state has these tensors, all of the same shape and type."""
-        return self.tensors.keys() == state.keys() and all(
-            (x.dtype, x.shape) == (state[name].dtype, state[name].shape)
-            for name, x in self.tensors.items()
-        )
-
-
 def save(order: Save, host: LaneHost, exchange: Exchange) -> None:
     """Keep a copy of what a worker saves; its other lanes may have to take part.
 
@@ -151,7 +115,7 @@ def save(order: Save, host: LaneHost, exchange: Exchange) -> None:
     kept = [one for one in host.copies.pop(order.worker, []) if one.fits(saved)]
     copy = next((one for one in kept if not exchange.is_read(one.memory)), None)
     if copy is None:
-        copy = StateCopy.empty(saved, exchange)
+        copy = StateCopy.empty(saved, exchange.room)
         kept = [*kept[-1:], copy]
     if len(copy.memory) <= REUSED_BYTES:
         host.copies[order.worker] = kept
