@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
@@ -369,6 +370,50 @@ if os.fork() == 0:
     time.sleep(600)
 """
     assert run_python(source, limits=QUICK).ok
+
+
+def test_a_program_that_replaces_itself_from_a_thread_is_gone_when_its_time_is_over() -> None:
+    """The signal for the parent's death belongs to a thread, and goes with it."""
+    command = "sleep 61.7"
+    source = f"""
+import os, threading, time
+threading.Thread(target=os.execv, args=("/bin/sleep", {command.split()})).start()
+time.sleep(30)
+"""
+    refused(source, replace(QUICK, seconds=1.0))
+    deadline = time.monotonic() + 5
+    while (left := process_ids(command)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process_id in left:
+        os.kill(process_id, signal.SIGKILL)
+    assert not left
+
+
+def process_ids(command: str) -> list[int]:
+    words = ["ps", "-eww", "-o", "pid,args"]
+    found = subprocess.run(words, capture_output=True, text=True, check=True)
+    lines = [line.split(maxsplit=1) for line in found.stdout.splitlines()]
+    return [int(number) for number, words in lines if words == command]
+
+
+def test_the_first_process_of_a_program_s_namespace_is_out_of_its_reach() -> None:
+    source = """
+import ctypes, os, signal
+assert os.getpid() != 1
+for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM):
+    try:
+        os.kill(1, number)
+    except PermissionError:
+        pass
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.ptrace(16, 1, 0, 0) == -1
+try:
+    open("/proc/1/mem", "r+b")
+except PermissionError:
+    print("still here")
+"""
+    outcome = run_python(source, limits=QUICK)
+    assert outcome == ProgramOutcome("still here\n", "", 0)
 
 
 def test_output_without_end_is_cut() -> None:

@@ -54,11 +54,20 @@ def ask(option, value, at):
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
     if libc.prctl(option, value, at, 0, 0):
-        raise OSError(ctypes.get_errno(), "no filter of system calls can be set")
+        raise OSError(ctypes.get_errno(), f"prctl {option} is refused")
 if code := bytes.fromhex(sys.argv[4]):
     ask(38, 1, 0)
     rules = Filter(len(code) // 8, code)
     ask(22, 2, ctypes.addressof(rules))
+if os.getpid() == 1:  # which has to keep the signal that it gets when the process outside ends
+    ask(4, 0, 0)  # nobody may trace it, nor write to its memory
+    if program := os.fork():
+        ended = 0
+        while ended != program:
+            ended, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        os._exit(code if code >= 0 else 128 - code)
+    ask(4, 1, 0)
 def text(length):
     parts = []
     while length and (part := os.read(0, length)):
@@ -105,9 +114,8 @@ class ProgramOutcome:
 
     Attributes:
         stdout, stderr: what it wrote; bytes that are no UTF-8 are replaced.
-        exit_code: its own, 128 and the number of the signal that ended it (`unshare` says 1 for a
-            signal), or None where it broke a limit of the whole program, or ended before what was
-            to follow it.
+        exit_code: its own, 128 and the number of the signal that ended it, or None where it broke
+            a limit of the whole program, or ended before what was to follow it.
         why: that in words, else "".
     """
 
@@ -247,8 +255,11 @@ class Way:
 _DIES_WITH_PARENT = (shutil.which("setpriv") or "setpriv", "--pdeathsig=KILL")
 
 
-def _dropped(limits: Limits) -> list[str]:
-    """Words that take every privilege away and set the limits."""
+def _dropped(limits: Limits, processes_besides: int = 0) -> list[str]:
+    """Words that take every privilege away and set the limits.
+
+    `processes_besides`: how many processes that are not the program's are counted with its own.
+    """
     words = [*_DIES_WITH_PARENT, "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
     if os.geteuid() == 0:
         user = secrets.randbelow(len(USERS)) + USERS.start
@@ -258,7 +269,7 @@ def _dropped(limits: Limits) -> list[str]:
         shutil.which("prlimit") or "prlimit",
         f"--as={limits.memory_bytes}",
         f"--cpu={limits.cpu_seconds}",
-        f"--nproc={limits.processes}",
+        f"--nproc={limits.processes + processes_besides}",
         f"--fsize={limits.scratch_bytes}",
         "--nofile=64",
         "--core=0",
@@ -286,7 +297,8 @@ def _bubblewrap(limits: Limits) -> list[str]:
     words += [f"--unshare-{what}" for what in ("net", "pid", "ipc", "uts", "cgroup-try")]
     # As root bwrap's own first process is root's, which the program has no way into, and which ends
     # with bwrap. The program, of another user, would not: bwrap's end may send it no signal.
-    if os.geteuid() != 0:  # with the privileges to mount, and to drop those
+    first = 0 if os.geteuid() == 0 else 1
+    if first:  # with the privileges to mount, and to drop those
         words.append("--as-pid-1")  # no process of bwrap's own, unbounded, that it could get into
         words += ["--unshare-user", "--uid", "0", "--gid", "0"]
         words += ["--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP"]
@@ -298,7 +310,7 @@ def _bubblewrap(limits: Limits) -> list[str]:
     for name, value in _environment().items():
         words += ["--setenv", name, value]
     script = ["/bin/sh", "-c", _NEW_SCRATCH, "sandbox", _scratch(limits)]
-    return [*words, *script, *_dropped(limits)]
+    return [*words, *script, *_dropped(limits, first)]
 
 
 _NEW_SCRATCH = """
@@ -348,7 +360,7 @@ def _unshare(limits: Limits) -> list[str]:
     script = ["/bin/sh", "-c", _NEW_ROOT, "sandbox", sys.base_prefix, PYTHON]
     script.append(_scratch(limits))
     environment = [f"{name}={value}" for name, value in _environment().items()]
-    return [*words, *script, "/usr/bin/env", "-i", *environment, *_dropped(limits)]
+    return [*words, *script, "/usr/bin/env", "-i", *environment, *_dropped(limits, 1)]
 
 
 WAYS = (Way("bwrap", _bubblewrap), Way("unshare", _unshare))
