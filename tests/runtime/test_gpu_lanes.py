@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.errors import UserError
+from m2flow.errors import RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Isolation
 from m2flow.runtime.driver.placing import gpus_beside
@@ -90,6 +91,12 @@ def test_a_lane_on_another_machine_has_its_folder_in_the_temporary_folder_there(
     for node, folder in (("here", Path(processes._folder)), ("there", there)):
         told = processes._folder_on(node)
         assert actor.LaneProcess(LaneSpec(0), 0, told, b"", None).folder == folder
+    with monkeypatch.context() as patch:  # somebody else was there first
+        patch.setattr(sys, "setswitchinterval", lambda _: None)
+        there.symlink_to(tmp_path)
+        with pytest.raises(RunFailed, match="is no folder that this user alone can enter"):
+            actor.LaneProcess(LaneSpec(0), 0, there.name, b"", None).ready()
+        there.unlink()
     there.mkdir()
     stacks = there / STACKS.format(0)
     stacks.touch()

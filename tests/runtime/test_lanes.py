@@ -25,6 +25,7 @@ from m2flow.errors import RunFailed, UserError
 from m2flow.runtime.driver.launch import Run
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.runner import StepResult
+from m2flow.runtime.transport.sweeping import Sweeper
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
@@ -482,6 +483,25 @@ def test_a_lane_writes_nothing_after_its_pool_has_cleared_up(
     with pytest.raises(KeyboardInterrupt), LanePool(lanes(1)) as pool:
         interrupt(pool, monkeypatch)
     assert not files_of(pool)
+
+
+def test_a_folder_that_somebody_else_has_made_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of the file that guards it is known before it is there."""
+    guard, links = Sweeper.guard, list[Path]()
+
+    def overtaken(self: Sweeper, folder: Path) -> None:
+        guard(self, folder)
+        folder.symlink_to(tmp_path)
+        links.append(folder)
+
+    monkeypatch.setattr(Sweeper, "guard", overtaken)
+    with pytest.raises(RunFailed, match="is no folder that this user alone can enter"):
+        LanePool(lanes(1))
+    assert not list(tmp_path.iterdir())
+    for link in links:
+        link.unlink()
 
 
 def test_a_lane_removes_what_its_killed_process_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

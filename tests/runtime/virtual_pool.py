@@ -254,7 +254,7 @@ class VirtualPool(LanePool):
     def __init__(self, world: World, lanes: Sequence[LaneSpec]) -> None:
         selector = Selector(world)
         self.virtual, self.lanes, self._link, self._lanes_per_process = world, tuple(lanes), None, 1
-        self._folder = cast("Any", SimpleNamespace(name="virtual", mkdir=lambda **_: None))
+        self._folder = cast("Any", SimpleNamespace(name="virtual"))
         self._selector = cast("Any", selector)
         self._woken = cast("Any", SimpleNamespace(recv=lambda _: b""))
         self._waker = cast("Any", SimpleNamespace(send=selector.wake))

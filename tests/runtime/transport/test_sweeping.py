@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -15,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from m2flow.errors import RunFailed
 from m2flow.runtime.transport import sweeping
-from m2flow.runtime.transport.sweeping import Sweeper, clear_up, sweep
+from m2flow.runtime.transport.sweeping import Sweeper, clear_up, own_folder, sweep
 
 KILLED = """
 import os, signal, subprocess, sys
@@ -292,3 +294,23 @@ def test_without_locks_a_pool_starts_all_the_same(
     sweeper.guard(places.temporary / "gone" / NAME)
     clear_up()
     sweeper.close()
+
+
+def test_a_folder_of_ones_own_is_open_to_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is known as soon as its lock is there: another user could make it first."""
+    folder = tmp_path / "m2flow-some"
+    for _ in range(2):
+        own_folder(folder)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    link, file, wide = (tmp_path / name for name in ("link", "file", "wide"))
+    link.symlink_to(folder)
+    file.touch(mode=0o600)
+    wide.mkdir(mode=0o755)
+    for other in (link, file, wide):
+        with pytest.raises(RunFailed, match=f"{other} is no folder that this user alone can enter"):
+            own_folder(other)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(RunFailed, match="somebody else may have made it"):
+        own_folder(folder)

@@ -50,7 +50,7 @@ from m2flow.runtime.lane.orders import (
 from m2flow.runtime.transport.lines import SILENCE_SECONDS, LauncherLine, LineClosed
 from m2flow.runtime.transport.measure import pairs_to_measure
 from m2flow.runtime.transport.peering import Location
-from m2flow.runtime.transport.sweeping import sweep
+from m2flow.runtime.transport.sweeping import own_folder, sweep
 from m2flow.runtime.transport.table import LinkTable
 
 CLOSE_SECONDS = 5.0
@@ -103,7 +103,7 @@ class LanePool:
 
     Raises:
         UserError: the cluster has no room for the lanes.
-        RunFailed: they did not start in time.
+        RunFailed: they did not start in time, or another user has made the pool's folder.
     """
 
     def __init__(
@@ -150,6 +150,7 @@ class LanePool:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         try:
+            own_folder(self._folder)
             self._attach(self.processes.bring_up(self.lanes))
         except BaseException:
             self._end()
@@ -161,7 +162,6 @@ class LanePool:
             self._lines[number] = line
             self._selector.register(line, selectors.EVENT_READ, number)
         peers = {lane: address.peer for lane, address in self.addresses.items()}
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not hasattr(self, "exchange"):
             own = (None, LAUNCHER, self.processes.node, None, self._folder, self._key, self._link)
             self.exchange = Exchange(*own)

@@ -26,7 +26,7 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.runtime.lane.stacks import STACKS, listen
 from m2flow.runtime.transport.lines import Line, LineClosed, Waiting
 from m2flow.runtime.transport.listening import LOOPBACK, ListenerAddress, family_of
-from m2flow.runtime.transport.sweeping import sweep
+from m2flow.runtime.transport.sweeping import own_folder, sweep
 from m2flow.signals import leave_the_end_to_the_parent
 
 if TYPE_CHECKING:  # they import torch
@@ -133,7 +133,7 @@ class LaneProcess:
         import torch
 
         torch.set_num_threads(self.num_threads)
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own_folder(self.folder)
         listen(self.folder, self.position)
         node = ray.get_runtime_context().get_node_id()
         host = LOOPBACK if self.one_node else str(ray.util.get_node_ip_address())

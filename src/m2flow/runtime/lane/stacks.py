@@ -7,6 +7,7 @@ pool's folder holds what was written, one dump after the other.
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 from pathlib import Path
 
@@ -17,5 +18,6 @@ STACKS = "stacks-{}"
 
 def listen(folder: Path, position: int) -> None:
     """Write the stacks of this process whenever `SIGNAL` comes."""
-    file = (folder / STACKS.format(position)).open("w")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    file = os.open(folder / STACKS.format(position), flags, 0o600)
     faulthandler.register(SIGNAL, file=file, all_threads=True)

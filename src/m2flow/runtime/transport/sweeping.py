@@ -1,4 +1,4 @@
-"""Shared memory that can be used, and files that must not outlive the processes that made them.
+"""Shared memory and folders that can be used; files must not outlive who made them.
 
 A launcher that is killed can remove nothing: a shell does (`Sweeper`). If that is killed along with
 it, as a scheduler or the kernel kills a whole group, the next pool does (`clear_up`). It knows who
@@ -20,7 +20,7 @@ from glob import escape
 from itertools import islice
 from pathlib import Path
 
-from m2flow.errors import UserError
+from m2flow.errors import RunFailed, UserError
 
 FOLDER = Path("/dev/shm")
 
@@ -83,6 +83,23 @@ def check_shared_memory() -> None:
             expected="a tmpfs with room, writable by you",
             hint="mount it so (containers: --shm-size 8g, or --ipc host), or run --mode eager",
         ) from error
+
+
+def own_folder(path: Path) -> None:
+    """Make a folder that this user alone can enter, or see that what is there is one.
+
+    Raises:
+        RunFailed: it is another user's, a link, or open to others.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    about = path.lstat()
+    mine = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
+    if not mine or about.st_mode & 0o077:
+        raise RunFailed(
+            f"{path} is no folder that this user alone can enter: somebody else may have made it; "
+            "start again, or set TMPDIR to a folder of your own"
+        )
 
 
 def sweep(prefix: str) -> int:

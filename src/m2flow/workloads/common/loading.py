@@ -33,11 +33,12 @@ def in_turn(place: Place, source: LoadedModel) -> Iterator[None]:
         source: where its model comes from.
     """
     from m2flow.runtime.lane.state import return_free_memory
+    from m2flow.runtime.transport.sweeping import own_folder
 
     if place.spill is None or not source.is_copied(place.device):
         yield
         return
-    place.spill.mkdir(parents=True, exist_ok=True)
+    own_folder(place.spill)
     folder = os.open(place.spill, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)  # the system gives it back for a process that is killed
