@@ -51,6 +51,14 @@ def hang() -> str:
 
 
 @server.tool()
+def complain(count: int) -> str:
+    """Write so many bytes to standard error, and a line."""
+    sys.stderr.write("x" * count + "\nthat was all\n")
+    sys.stderr.flush()
+    return "done"
+
+
+@server.tool()
 def strict(text: str) -> str:
     """Refuse the arguments by an error of the protocol."""
     raise MCPError(INVALID_PARAMS, f"no {text} is known")

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from m2flow.errors import UserError
 from m2flow.tools import Toolbox, ToolCall, make_tools, mcp
+from m2flow.tools.tool import ToolFailed
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
@@ -80,7 +87,7 @@ def test_all_pages_of_a_list_of_tools_are_read(
     box = Toolbox(make_tools([("mcp", {"command": [*SERVER, "pages"], "env": ENVIRONMENT})]))
     box.close()
     assert list(box.tools) == list(toolbox.tools)
-    assert len(box.tools) == 7
+    assert len(box.tools) == 8
     monkeypatch.setattr(mcp, "MAX_PAGES", 9)
     with pytest.raises(UserError, match="does not start: its list of tools has more than 9 pages"):
         make_tools([("mcp", {"command": [*SERVER, "endless"], "env": ENVIRONMENT})])
@@ -101,3 +108,76 @@ def test_what_does_not_start_is_said_in_one_line(options: dict[str, object], sai
     with pytest.raises(UserError, match=said) as refused:
         make_tools([("mcp", {"env": ENVIRONMENT, **options})])
     assert "\n" not in str(refused.value)
+
+
+def left_of(command: str) -> list[str]:
+    """Processes of a command line after some time; they are ended."""
+    words, deadline = ["ps", "-eww", "-o", "pid,args"], time.monotonic() + 5
+    while True:
+        said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        left = [line.split()[0] for line in said.splitlines() if line.endswith(f" {command}")]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    for one in left:
+        os.kill(int(one), signal.SIGKILL)
+    return left
+
+
+def test_a_server_that_does_not_answer_at_the_start_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mcp, "START_SECONDS", 0.5)
+    with pytest.raises(UserError, match=r"the server does not start: .*(0\.5 s|in time)"):
+        make_tools([("mcp", {"command": ["sleep", "61.9"]})])
+    assert not left_of("sleep 61.9")
+
+
+def test_a_server_is_ended_where_a_later_tool_is_refused() -> None:
+    words = [*SERVER, "beside-a-wrong-one"]
+    with pytest.raises(UserError, match="is no tool"):
+        make_tools([("mcp", {"command": words, "env": ENVIRONMENT}), ("calculater", {})])
+    assert not left_of(" ".join(words))
+
+
+def test_closing_ends_a_process_that_is_in_a_call() -> None:
+    words = [*SERVER, "in-a-call"]
+    tools = {
+        tool.name: tool for tool in make_tools([("mcp", {"command": words, "env": ENVIRONMENT})])
+    }
+    told: list[str] = []
+
+    def hang() -> None:
+        with pytest.raises(ToolFailed) as failed:
+            tools["hang"].call({}, 600.0)
+        told.append(str(failed.value))
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    time.sleep(0.5)
+    tools["hang"].close()
+    thread.join(10)
+    assert told == ["its tools have been closed"]
+    assert not left_of(" ".join(words))
+
+
+def test_what_a_server_writes_to_standard_error_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files: list[Any] = []
+    made = tempfile.TemporaryFile
+
+    def kept(*given: Any) -> Any:
+        files.append(made(*given))
+        return files[-1]
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", kept)
+    box = Toolbox(make_tools([("mcp", {"command": SERVER, "env": ENVIRONMENT})]), concurrency=1)
+    for _ in range(5):
+        (answer,) = box.carry_out([ToolCall("complain", {"count": mcp.STDERR_BYTES // 2})])
+        assert answer.text == "done"
+    (file,) = files
+    assert os.fstat(file.fileno()).st_size < 1.5 * mcp.STDERR_BYTES
+    (dead,) = box.carry_out([ToolCall("die", {})])
+    assert "that was all" in dead.failure, "the last line is told"
+    box.close()

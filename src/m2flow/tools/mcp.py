@@ -9,17 +9,22 @@ Needs the package `mcp` (extra `mcp`).
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import importlib.util
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from m2flow.errors import UserError
 from m2flow.tools.tool import ToolError, ToolFailed
+
+if TYPE_CHECKING:  # mcp brings it
+    import anyio
 
 START_SECONDS = 30.0
 """Longest that a server may take to say which tools it has."""
@@ -29,6 +34,12 @@ MAX_PAGES = 1000
 
 END_SECONDS = 5.0
 """Longest that is waited for processes to be gone."""
+
+STDERR_BYTES = 1 << 20
+"""Of what a process has written to standard error so many are kept from one call to the next."""
+
+TOLD_BYTES = 4096
+"""So many of the last of them are looked at for the line that says why a process is of no use."""
 
 T = TypeVar("T")
 
@@ -64,9 +75,17 @@ def mcp_tools(
         )
     servers = Servers(command, _filled(env or {}))
     try:
+        return _chosen(servers, command, only)
+    except BaseException:
+        servers.close()
+        raise
+
+
+def _chosen(servers: Servers, command: Sequence[str], only: Sequence[str] | None) -> list[MCPTool]:
+    """The tools of these names, or all."""
+    try:
         listed = servers.tools()
     except ToolFailed as error:
-        servers.close()
         raise UserError(
             f"the server does not start: {error}",
             key="tools.mcp.command",
@@ -75,7 +94,6 @@ def mcp_tools(
         ) from None
     unknown = set(only or ()) - {tool.name for tool in listed}
     if unknown:
-        servers.close()
         raise UserError(
             f"the server has no tool {sorted(unknown)[0]!r}",
             key="tools.mcp.only",
@@ -178,11 +196,13 @@ class Servers:
     def close(self) -> None:
         """End all processes."""
         with self._lock:
-            processes, self._all, self._free = self._all, [], []
+            processes = [one for one in self._all if not one.ended.is_set()]
+            self._all, self._free = [], []
         for process in processes:
             asyncio.run_coroutine_threadsafe(process.end(), self._loop)
+        deadline = time.monotonic() + END_SECONDS
         for process in processes:
-            process.ended.wait(END_SECONDS)
+            process.ended.wait(max(0.0, deadline - time.monotonic()))
         if self._loop.is_running():
             self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -190,11 +210,10 @@ class Servers:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        process = _ServerProcess(self._command, self._env)
+            process = _ServerProcess(self._command, self._env)
+            self._all = [one for one in self._all if not one.ended.is_set()] + [process]
         asyncio.run_coroutine_threadsafe(process.run(), self._loop)
         self._wait(_of(process.started), START_SECONDS)
-        with self._lock:
-            self._all.append(process)
         return process
 
     def _give_back(self, process: _ServerProcess) -> None:
@@ -224,8 +243,9 @@ class _ServerProcess:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._command, self._env = command, env
-        self._asked: asyncio.Queue[tuple[str, dict[str, Any], float, Future[Any]] | None]
+        self._asked: asyncio.Queue[tuple[str, dict[str, Any], float, Future[Any]]]
         self._asked = asyncio.Queue()
+        self._running: anyio.CancelScope
         self.started: Future[None] = Future()
         self.listed: Sequence[Any] = ()
         self.ended = threading.Event()
@@ -239,11 +259,12 @@ class _ServerProcess:
         return await asyncio.wrap_future(answer)
 
     async def end(self) -> None:
-        """Have the task end the process."""
-        await self._asked.put(None)
+        """Have the task end the process, whatever it waits for."""
+        self._running.cancel()  # a task's own `cancel` would also cut off the end of the process
 
     async def run(self) -> None:
         """Start the process, carry out calls, end it."""
+        import anyio
         from mcp import ClientSession, StdioServerParameters
         from mcp.client.stdio import stdio_client
         from mcp.shared.exceptions import MCPError
@@ -253,32 +274,36 @@ class _ServerProcess:
             command=self._command[0], args=list(self._command[1:]), env=dict(self._env)
         )
         with tempfile.TemporaryFile("w+") as errors:
+            fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # to its end, also when it is cut
             answer: Future[Any] | None = None
+            why = "its tools have been closed"
             try:
-                async with (
-                    stdio_client(words, errlog=errors) as (read, write),
-                    ClientSession(read, write) as session,
-                ):
-                    async with asyncio.timeout(START_SECONDS):
-                        await session.initialize()
-                        self.listed = await _listed(session)
-                    self.started.set_result(None)
-                    while (asked := await self._asked.get()) is not None:
-                        tool, arguments, seconds, answer = asked
-                        async with asyncio.timeout(seconds):
-                            try:
-                                answer.set_result(await session.call_tool(tool, arguments))
-                            except MCPError as error:
-                                if error.code != INVALID_PARAMS:
-                                    raise
-                                answer.set_exception(ToolError(str(error)))
-                        answer = None
+                with anyio.CancelScope() as self._running:
+                    async with (
+                        stdio_client(words, errlog=errors) as (read, write),
+                        ClientSession(read, write) as session,
+                    ):
+                        async with asyncio.timeout(START_SECONDS):
+                            await session.initialize()
+                            self.listed = await _listed(session)
+                        self.started.set_result(None)
+                        while True:
+                            tool, arguments, seconds, answer = await self._asked.get()
+                            async with asyncio.timeout(seconds):
+                                try:
+                                    answer.set_result(await session.call_tool(tool, arguments))
+                                except MCPError as error:
+                                    if error.code != INVALID_PARAMS:
+                                        raise
+                                    answer.set_exception(ToolError(str(error)))
+                            answer = None
+                            _cut(errors)
             except BaseException as error:
-                why = ToolFailed(_told(error, errors))
+                why = _told(error, errors)
+            finally:
                 for waiting in (self.started, answer):
                     if waiting is not None and not waiting.done():
-                        waiting.set_exception(why)
-            finally:
+                        waiting.set_exception(ToolFailed(why))
                 self.ended.set()
 
 
@@ -297,12 +322,19 @@ async def _listed(session: Any) -> list[Any]:
     raise ToolFailed(f"its list of tools has more than {MAX_PAGES} pages")
 
 
-def _told(error: BaseException, errors: Any) -> str:
+def _cut(errors: TextIO) -> None:
+    """Forget what a process has written to standard error, if that is long."""
+    if os.fstat(errors.fileno()).st_size > STDERR_BYTES:
+        os.ftruncate(errors.fileno(), 0)
+
+
+def _told(error: BaseException, errors: TextIO) -> str:
     """Why a process is of no use, with the last line that it has written of it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    errors.seek(0)
-    lines = errors.read().strip().splitlines()
+    begin = max(0, os.fstat(errors.fileno()).st_size - TOLD_BYTES)
+    written = os.pread(errors.fileno(), TOLD_BYTES, begin)
+    lines = written.decode(errors="replace").strip().splitlines()
     why = "no answer in time" if isinstance(error, TimeoutError) else str(error)
     said = f" ({lines[-1][-200:]})" if lines else ""
     return f"{why or type(error).__name__}{said}"

@@ -32,14 +32,17 @@ def make_tools(named: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Tool]:
         UserError: there is no such tool, an option is wrong, or two have one name.
     """
     found: list[Tool] = []
-    for name, options in named:
-        found += _made(name, options)
-    names = [tool.name for tool in found]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    try:
+        for name, options in named:
+            found += _made(name, options)
+        names = [tool.name for tool in found]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UserError("two tools have this name", key="tools", value=twice[0])
+    except BaseException:
         for tool in found:
             tool.close()
-        raise UserError("two tools have this name", key="tools", value=twice[0])
+        raise
     return found
 
 
