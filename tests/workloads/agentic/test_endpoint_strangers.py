@@ -125,6 +125,26 @@ def test_a_request_of_another_form_is_told_so(
     assert (status, "must be a list of objects" in message) == (400, True)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "half: \ud83d"}]},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "\udc00"}]},
+    ],
+)
+def test_half_of_a_surrogate_pair_is_told_so(
+    server: ConversationServer,
+    key: str,
+    body: dict[str, Any],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The tokenizer's TypeError cut the connection, and the client asked again and again."""
+    sent = json.dumps(body).encode()
+    status, message = told(server, key, str(len(sent)), sent, ends=False)
+    assert (status, "half of a surrogate pair" in message) == (400, True)
+    assert capfd.readouterr() == ("", "")
+
+
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 

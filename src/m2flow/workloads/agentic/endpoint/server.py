@@ -151,6 +151,17 @@ class ConversationServer:
         return limit
 
 
+def _check_texts(asked: Mapping[str, Any]) -> None:
+    """Refuse what JSON can write and no tokenizer can read."""
+    try:
+        json.dumps(asked, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise RefusedRequest(
+            f"a text holds {half!r}, half of a surrogate pair, which stands for no character"
+        ) from error
+
+
 def _objects(asked: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     found = asked.get(name) or []
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
@@ -230,6 +241,7 @@ class _ConversationHandler(BaseHTTPRequestHandler):
             asked = json.loads(body)
             if not isinstance(asked, dict):
                 raise RefusedRequest("a request must be a JSON object")
+            _check_texts(asked)
             completion = self.owner.complete(key, asked)
             if asked.get("stream"):
                 told = [*map(json.dumps, _chunks(completion, asked)), "[DONE]"]
