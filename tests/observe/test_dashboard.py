@@ -66,6 +66,16 @@ def test_without_the_token_nothing_is_told(dashboard: Dashboard) -> None:
     assert refused(dashboard.url + "details?run=7") == 404
 
 
+def test_an_address_that_cannot_be_read_is_refused(
+    dashboard: Dashboard, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port = int(dashboard.url.split(":")[2].split("/")[0])
+    with socket.create_connection(("127.0.0.1", port), 5) as line:
+        line.sendall(b"GET http://[x/ HTTP/1.0\r\n\r\n")
+        assert b" 400 " in line.recv(1 << 16).splitlines()[0]
+    assert capfd.readouterr() == ("", "")
+
+
 def test_it_listens_on_loopback_alone(dashboard: Dashboard) -> None:
     assert dashboard.url.startswith("http://127.0.0.1:")
     port = int(dashboard.url.split(":")[2].split("/")[0])

@@ -124,7 +124,11 @@ class _DashboardHandler(BaseHTTPRequestHandler):
     timeout = 30  # a client that says nothing is let go
 
     def do_GET(self) -> None:
-        address = urlsplit(self.path)
+        try:
+            address = urlsplit(self.path)
+        except ValueError:  # such as half of an address in brackets
+            self._fail(HTTPStatus.BAD_REQUEST, "the address cannot be read")
+            return
         token, _, name = address.path.removeprefix("/").partition("/")
         if not secrets.compare_digest(token.encode(), self.server.dashboard.token.encode()):
             self._fail(HTTPStatus.FORBIDDEN, "the address lacks the token that m2flow dash printed")
