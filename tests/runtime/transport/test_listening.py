@@ -68,6 +68,25 @@ def test_a_wrong_key_is_refused_on_both_sides(door: Door) -> None:
         door.came.get(timeout=0.1)
 
 
+def test_another_user_is_turned_away_before_a_word(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user of the machine can call an abstract socket, and listen at a name that is free."""
+    user = os.geteuid()
+    begun: list[object] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: user + 1)
+        patch.setattr(listening, "prove", lambda *_, **__: begun.append(1))
+        with pytest.raises(KeyRefused, match="another user listens there"):
+            connect(door.endpoint, KEY, same_node=True, seconds=SOON)
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.settimeout(SOON)
+            caller.connect("\0" + door.endpoint.unix)
+            assert caller.recv(1) == b"", "turned away"
+    assert not begun
+    assert door.came.empty()
+
+
 def test_a_caller_cannot_answer_with_what_it_was_sent(door: Door) -> None:
     """Each proof names the side that gives it."""
     one, other = (socket.create_connection(door.endpoint.tcp, SOON) for _ in range(2))

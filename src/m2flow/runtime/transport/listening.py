@@ -1,7 +1,8 @@
 """Where a process can be reached: a Unix socket on its machine and, if need be, TCP for others.
 
 Each caller proves that it knows the key (`handshake`) on a thread of its own with a short deadline,
-so a stranger that says nothing holds up nobody. A process that has run out of descriptors goes on
+so a stranger that says nothing holds up nobody; on a Unix socket another user is turned away, by
+either side, before a word is said. A process that has run out of descriptors goes on
 to accept when it has some again. A TCP connection whose other machine answers no more ends within
 `SILENT_SECONDS`, and not with the deadline of whatever waits for it.
 """
@@ -21,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from m2flow.runtime.transport.handshake import HANDSHAKE_SECONDS, prove
+from m2flow.runtime.lane.ask_template import user_of
+from m2flow.runtime.transport.handshake import HANDSHAKE_SECONDS, KeyRefused, prove
 
 LOOPBACK = "127.0.0.1"
 
@@ -67,7 +69,7 @@ def connect(
         seconds: longest that it may take, to connect and again to prove.
 
     Raises:
-        KeyRefused: the endpoint does not know the key.
+        KeyRefused: the endpoint does not know the key, or is another user's.
         TimeoutError: the endpoint did not answer in time.
         OSError: nobody listens there, or the other machine has not answered for `SILENT_SECONDS`.
     """
@@ -79,6 +81,8 @@ def connect(
         connection.settimeout(seconds)
         prepare(connection)  # a machine that is gone does not answer the first packet either
         _reach(connection, address, seconds)
+        if _of_another_user(connection):
+            raise KeyRefused("another user listens there")
         prove(connection, key, accepting=False, seconds=seconds)
     except OSError as error:
         connection.close()
@@ -127,6 +131,11 @@ def prepare(connection: socket.socket) -> None:
         (socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS),  # for what was sent and is not answered
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _of_another_user(connection: socket.socket) -> bool:
+    """Whether the kernel says so; of the other end of a TCP connection it knows nothing."""
+    return connection.family == socket.AF_UNIX and user_of(connection) != os.geteuid()
 
 
 class Listener:
@@ -193,6 +202,9 @@ class Listener:
                     return
                 _log.warning("a connection could not be accepted, trying again: %s", error)
                 self._ended.wait(RETRY_SECONDS)
+                continue
+            if _of_another_user(connection):
+                connection.close()
                 continue
             try:
                 threading.Thread(
