@@ -204,7 +204,7 @@ def _add_stage(sketch: _Sketch) -> None:
         st.sampled_from(["plain", "plain", "expand", "stream", "stream", "group", "step", "fold"])
     )
     spec, finish = StageSpec(name), False
-    worker = sketch.worker()
+    worker = sketch.worker(may_be_function=kind != "fold")
     if kind == "fold":
         unit = sketch.draw(st.sampled_from(["item", "item", "group"])) if chain else "item"
         units = items // (chain[-1] if unit == "group" else 1)
@@ -323,7 +323,8 @@ def flows(draw: Draw, num_items: int, max_calls: int = 7) -> FlowGraph:
     names = sorted({w for call in sketch.calls for w in call.workers if w})
     pairs = [(a, b) for a in names for b in names if a != b]
     edges = draw(st.lists(st.sampled_from(pairs), max_size=2, unique=True)) if pairs else []
-    return _build(sketch, output, edges)
+    targets = {target for _, target in edges}
+    return _build(sketch, output, [edge for edge in edges if edge[0] not in targets])
 
 
 # --- plans ------------------------------------------------------------------------------------

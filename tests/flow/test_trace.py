@@ -64,6 +64,11 @@ def stuck(b: Batch) -> Batch:
     return b
 
 
+@stage(accumulates=True)
+def folded(b: Batch) -> Batch:
+    return b
+
+
 class Base(Flow):
     model: Model
     other: Model
@@ -137,6 +142,7 @@ def test_groups_that_no_stage_has_made() -> None:
 
 def test_a_sticky_function_has_no_state() -> None:
     assert refused(lambda self, x: stuck(x)).startswith("stuck: is sticky but has no state")
+    assert refused(lambda self, x: folded(x)).startswith("folded: folds items into state, and a f")
 
 
 def test_one_worker_under_two_names() -> None:
@@ -258,6 +264,39 @@ def test_weights_published_to_a_stranger_or_to_oneself() -> None:
     assert "is not one of its workers" in message
     message = refused(step, lambda self: self.model.publish(self.model))
     assert message == "model: publishes its weights to itself"
+
+
+def test_weights_travel_over_one_edge() -> None:
+    class Three(Base):
+        third: Model
+
+        def step(self, x: Stream) -> Stream:
+            return self.model.score(x)
+
+    class Chain(Three):
+        def sync(self) -> None:
+            self.model.publish(self.other)
+            self.other.publish(self.third)
+
+    class ManyToOne(Three):
+        def sync(self) -> None:
+            self.model.publish(self.third)
+            self.other.publish(self.third)
+
+    def each_other(self: Any) -> None:
+        self.model.publish(self.other)
+        self.other.publish(self.model)
+
+    assert refused(lambda self, x: self.model.score(x), each_other).startswith(
+        "other: runs on the weights of model, and publishes weights to model"
+    )
+    with pytest.raises(FlowError) as caught:
+        Chain(model=Model(), other=Model(), third=Model()).trace()
+    assert str(caught.value) == (
+        "other: runs on the weights of model, and publishes weights to third; "
+        "publish from model to each worker that runs on its weights"
+    )
+    assert len(ManyToOne(model=Model(), other=Model(), third=Model()).trace().weight_edges) == 2
 
 
 def test_publish_belongs_into_sync() -> None:

@@ -194,6 +194,7 @@ def build_graph(trace: Recording, output: Stream, method: str) -> FlowGraph:
     )
     _check_uses(graph)
     _check_reached(graph)
+    _check_published(graph)
     return graph
 
 
@@ -232,6 +233,12 @@ def _node(
     if spec.sticky and owner is None:
         raise FlowError(
             "is sticky but has no state for an item to return to",
+            key=name,
+            hint="make it a method of a Worker",
+        )
+    if spec.accumulates and owner is None:
+        raise FlowError(
+            "folds items into state, and a function has none",
             key=name,
             hint="make it a method of a Worker",
         )
@@ -296,7 +303,7 @@ def _check_uses(graph: FlowGraph) -> None:
                 hint="use the stream that the loop returns",
             )
         if node.accumulates:
-            key = (node.worker, node.method or node.name)
+            key = (node.worker, node.method)
             if key in folded:
                 raise FlowError(
                     f"folds into the same state as {folded[key]} within one step", key=node.name
@@ -321,4 +328,18 @@ def _check_reached(graph: FlowGraph) -> None:
                 "its result reaches neither the output of the step nor a stage that accumulates",
                 key=node.name,
                 hint="pass its stream on, return it, or leave the call out",
+            )
+
+
+def _check_published(graph: FlowGraph) -> None:
+    """Weights travel over one edge: whether what a worker hands on were its own weights or those
+    that it has just been sent would depend on the plan."""
+    sources = {edge.source: edge.target for edge in graph.weight_edges}
+    for edge in graph.weight_edges:
+        if edge.target in sources:
+            raise FlowError(
+                f"runs on the weights of {edge.source}, and publishes weights to "
+                f"{sources[edge.target]}",
+                key=edge.target,
+                hint=f"publish from {edge.source} to each worker that runs on its weights",
             )

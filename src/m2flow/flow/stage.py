@@ -26,7 +26,8 @@ class StageSpec:
         name: the function's name.
         unit: the smallest set of items the stage can work on.
         streaming: takes items while running and hands each one on when it is finished.
-        accumulates: folds items into state; `finish` runs at each mini-batch boundary.
+        accumulates: folds items into state, which its Worker has; `finish` runs at each mini-batch
+            boundary.
         expands: how many items one item becomes; a number, or the name of the keyword argument or
             Worker attribute that holds it.
         sticky: an item must return to the lane that holds its state. Where stages of a step begin

@@ -191,7 +191,10 @@ class Worker:
         return 0
 
     def publish(self, *targets: Worker) -> None:
-        """Declare, inside `Flow.sync`, that the targets run on this worker's weights."""
+        """Declare, inside `Flow.sync`, that the targets run on this worker's weights.
+
+        A target publishes none itself.
+        """
         record_publish(self, targets)
 
     def weights(self) -> Mapping[str, Any]:

@@ -346,10 +346,6 @@ class LaneHost:
     def finish(self, flow: str, command: RunFinish) -> dict[str, float]:
         """Run the `finish` of an accumulating stage; the metrics it returns."""
         node = self.graphs[flow].nodes[command.node]
-        if node.is_function:
-            finish = self.graphs[flow].functions[node.name].finish_function
-            assert finish is not None
-            return dict(finish() or {})
         worker = self.workers[node.worker]
         finish = getattr(type(worker), node.method).finish_function
         return dict(finish(worker) or {})
