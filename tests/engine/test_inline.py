@@ -6,15 +6,16 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 
 import m2flow
-from m2flow import Batch, Flow, Stream, Worker, loop, stage
+from m2flow import Batch, Flow, Place, Ragged, Stream, Worker, loop, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
-from m2flow.errors import UserError
+from m2flow.errors import PlanError, RunFailed, UserError
 from m2flow.runtime.driver.launch import Run
 
 
@@ -411,6 +412,126 @@ def test_a_loop_is_the_same_as_in_plain_python(max_turns: int | None, chunk: int
     assert output.ids == tuple(range(20))
     found = list(zip(output["x"].tolist(), output["turns"].tolist(), strict=True))
     assert found == [collatz(x, max_turns) for x in range(1, 21)]
+
+
+class Marks(Worker):
+    """Marks items from 2 on in their first turn, all others in the second; as it is told to."""
+
+    def __init__(self, write: Callable[[torch.Tensor], object]) -> None:
+        self.write = write
+
+    @stage
+    def judge(self, batch: Batch) -> Batch:
+        turns = batch["turns"] + 1 if "turns" in batch else torch.ones_like(batch["x"])
+        return batch.with_columns(turns=turns, done=self.write((batch["x"] >= 2) | (turns > 1)))
+
+
+class MarksFlow(Flow):
+    marks: Marks
+
+    def step(self, items: Stream) -> Stream:
+        return loop(self.marks.judge, until="done")(items)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda done: done,
+        lambda done: done[:, None],
+        lambda done: done.numpy()[:, None, None],
+        lambda done: done.tolist(),
+        lambda done: tuple(done.tolist()),
+    ],
+)
+def test_a_mark_may_be_one_entry_of_any_shape(
+    write: Callable[[torch.Tensor], object], fused: bool
+) -> None:
+    flow = MarksFlow(marks=Marks(write))
+    plan = replace(hand_written(flow, {}), fuse_loops=fused)
+    with start(flow, 4, plan=plan) as run:
+        assert run.step(prompts(4)).output["turns"].tolist() == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda done: done[:, None].expand(-1, 2),
+        lambda done: done[:, None].tolist(),
+        lambda done: Ragged(done, [1] * len(done)),
+    ],
+)
+def test_marks_that_are_not_one_for_each_item_are_refused(
+    write: Callable[[torch.Tensor], object], fused: bool
+) -> None:
+    flow = MarksFlow(marks=Marks(write))
+    plan = replace(hand_written(flow, {}), fuse_loops=fused)
+    message = refusal(flow, prompts(4), plan=plan)
+    assert message.startswith("done: says which items leave a loop")
+    assert message.endswith("expected one truth value for each item")
+
+
+class TwoLoops(Flow):
+    marks: Marks
+    collatz: Collatz
+    until: str = "done"
+
+    def step(self, items: Stream) -> Stream:
+        marked = loop(self.marks.judge, until=self.until)(items)
+        return loop(self.collatz.halve, self.collatz.judge, until="done")(marked)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_marks_of_an_earlier_loop_are_refused(fused: bool) -> None:
+    flow = TwoLoops(marks=Marks(lambda done: done), collatz=Collatz())
+    plan = replace(hand_written(flow, {}), fuse_loops=fused)
+    message = refusal(flow, prompts(2, 2), plan=plan)
+    assert message.startswith(
+        "loop(collatz.halve, collatz.judge): item 0 enters the loop with 'done' already true"
+    )
+    assert "until=" in message
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+class Wide(Worker):
+    """Gives columns that torch could follow back to `weight`, and looks at such columns."""
+
+    def load(self, place: Place) -> None:
+        self.weight = torch.ones(1, requires_grad=True)
+        self.followed = list[bool]()
+
+    @stage
+    def spread(self, batch: Batch) -> Batch:
+        y = batch["x"] * self.weight
+        return batch.with_columns(y=y, rows=Ragged(y, [1] * len(batch)), done=y < 0)
+
+    @stage
+    def look(self, batch: Batch) -> Batch:
+        columns = (batch["y"], batch["rows"].values)
+        self.followed += [column.requires_grad for column in columns]
+        return batch.with_columns(done=torch.ones(len(batch), dtype=torch.bool))
+
+
+class Spread(Flow):
+    wide: Wide
+    around: bool = False
+
+    def step(self, items: Stream) -> Stream:
+        if self.around:
+            return loop(self.wide.spread, self.wide.look)(items)
+        return self.wide.look(self.wide.spread(items))
+
+
+@pytest.mark.parametrize(("around", "fused"), [(False, False), (True, False), (True, True)])
+def test_no_gradient_flows_from_one_stage_to_another(around: bool, fused: bool) -> None:
+    flow = Spread(wide=Wide(), around=around)
+    plan = replace(hand_written(flow, {}), fuse_loops=fused)
+    with start(flow, 2, plan=plan) as run:
+        assert run.step(prompts(2)).output["rows"].lengths == (1, 1)
+    assert flow.wide.followed == [False, False]
 
 
 # --- beside the steps -----------------------------------------------------------------------------

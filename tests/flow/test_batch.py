@@ -183,6 +183,28 @@ def test_batches_with_different_columns_do_not_join() -> None:
         Batch.concat([one, two])
 
 
+def test_columns_whose_shape_or_kind_follows_the_call_are_named() -> None:
+    """One is padded to the longest of its batch; another is a list where nothing was found."""
+    wide, narrow = Batch({"text": torch.zeros(2, 7)}), Batch({"text": torch.zeros(1, 5)})
+    with pytest.raises(
+        UserError, match=r"^text: .*different shapes \(got \[\(5,\), \(7,\)\]\).*Ragged"
+    ):
+        Batch.concat([wide, narrow])
+    ragged = [Batch({"rows": Ragged(torch.zeros(2, n), [2])}) for n in (3, 4)]
+    with pytest.raises(UserError, match=r"^rows: .*different shapes"):
+        Batch.concat(ragged)
+    columns = [[1.0], torch.ones(1), np.ones(1), Ragged(torch.ones(1), [1])]
+    for one, other in itertools.permutations(columns, 2):
+        with pytest.raises(UserError, match=r"^score: .*different kinds \(got \['.*', '.*'\]\)"):
+            Batch.concat([Batch({"score": one}), Batch({"score": other})])
+    joined = Batch.concat([Batch({"x": (1,)}), Batch({"x": range(1)}), Batch({"x": [2]})])
+    assert joined["x"] == [1, 0, 2]
+    joined = Batch.concat([Batch({"x": torch.ones(1)}), Batch({"x": torch.ones(1, dtype=int)})])
+    assert joined["x"].dtype == torch.float32
+    nothing = Batch({"x": Ragged(torch.zeros(0), [0])})
+    assert len(Batch.concat([nothing, Batch({"x": Ragged(torch.zeros(1, 3), [1])})])) == 2
+
+
 # --- Ragged -----------------------------------------------------------------------------------
 
 

@@ -187,6 +187,9 @@ class Batch:
         """The items of several batches with the same columns, one batch after the other.
 
         One with neither items nor columns adds nothing.
+
+        Raises:
+            UserError: they have different columns, or a column is not of one kind or row shape.
         """
         batches = [batch for batch in batches if batch.columns or batch.ids] or batches[:1]
         if len(batches) == 1:
@@ -198,7 +201,7 @@ class Batch:
                     "batches to be joined have different columns",
                     value=sorted(batch.columns.keys() ^ names),
                 )
-        joined = {name: _join([batch.columns[name] for batch in batches]) for name in names}
+        joined = {name: _join(name, [batch.columns[name] for batch in batches]) for name in names}
         return Batch(joined, [item for batch in batches for item in batch.ids])
 
 
@@ -228,14 +231,52 @@ def _select(column: Column, rows: list[int]) -> Column:
     return column[rows]
 
 
-def _join(columns: list[Column]) -> Column:
+def _join(name: str, columns: list[Column]) -> Column:
+    _check_kinds(name, columns)
     first = columns[0]
     if isinstance(first, Ragged):
         lengths = [length for column in columns for length in column.lengths]
-        return Ragged(_concatenate([column.values for column in columns]), lengths)
+        values = [column.values for column in columns]
+        _check_kinds(name, values)
+        _check_rows(name, values)
+        return Ragged(_concatenate(values), lengths)
     if isinstance(first, list | tuple | range):
         return [value for column in columns for value in column]
+    _check_rows(name, columns)
     return _concatenate(columns)
+
+
+def _check_kinds(name: str, columns: list[Column]) -> None:
+    """Refuse to join lists, Raggeds, and tensors of torch and NumPy with each other."""
+    types = {type(column) for column in columns}
+    kinds = {_kind(one) for one in types} if len(types) > 1 else ()
+    if len(kinds) > 1:
+        raise UserError(
+            "batches to be joined have columns of different kinds",
+            key=name,
+            value=sorted(kinds),
+            hint="make it the same kind in every batch",
+        )
+
+
+def _kind(column_type: type) -> str:
+    if issubclass(column_type, list | tuple | range):
+        return "list"
+    return "Ragged" if issubclass(column_type, Ragged) else column_type.__module__.partition(".")[0]
+
+
+def _check_rows(name: str, parts: list[Tensor]) -> None:
+    """Refuse tensors whose rows differ in shape; one of shape [0] has none."""
+    shapes = {part.shape[1:] for part in parts}
+    if len(shapes) > 1:
+        shapes = {tuple(part.shape[1:]) for part in parts if tuple(part.shape) != (0,)}
+    if len(shapes) > 1:
+        raise UserError(
+            "batches to be joined have rows of different shapes",
+            key=name,
+            value=sorted(shapes),
+            hint="use a Ragged, or pad to a fixed width: which items share a call is the plan's",
+        )
 
 
 def _concatenate(parts: list[Tensor]) -> Tensor:

@@ -19,7 +19,8 @@ def loop(
     Args:
         stages: the stages an item passes through in turn; none may expand or accumulate.
         until: a column; an item leaves after the first stage whose output holds a true value in it.
-            Without `max_turns` some stage must give it in every turn, or the run stops.
+            Without `max_turns` some stage must give it in every turn, or the run stops. Where items
+            have it already as they enter, it must be false, or the first stage must replace it.
         max_turns: the most often an item may pass through the loop (then it leaves after the last
             stage); None for no bound.
 

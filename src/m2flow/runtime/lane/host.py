@@ -30,11 +30,12 @@ from m2flow.engine.messages import (
 )
 from m2flow.engine.spans import Span, ids_text
 from m2flow.errors import UserError
-from m2flow.flow.batch import Batch
+from m2flow.flow.batch import Batch, Column, Ragged
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.rollouts import Rollouts, RolloutStage, rollout_stages
 from m2flow.flow.worker import Worker
 from m2flow.runtime.lane.journal import JournalWriter
+from m2flow.runtime.lane.marks import entered, leaving
 from m2flow.runtime.lane.reports import (
     NO_FACTS,
     Published,
@@ -172,7 +173,8 @@ class LaneHost:
         wanted = [(part.producer, part.items) for part in parts]
         for batch in self.store.gather_alike(flow, command.step, wanted):
             output = self._run(flow, node, [batch])
-            yield self._keep(flow, command, node, _named(node, batch, output))
+            made = entered(self.graphs[flow], node, batch, _named(node, batch, output))
+            yield self._keep(flow, command, node, made)
 
     def _run_loop(
         self, flow: str, command: RunCall, first: StageNode, parts: Sequence[Part]
@@ -213,7 +215,7 @@ class LaneHost:
                 paused |= waited
                 judged |= spec.until in batch
                 last = node is members[-1] and turn == spec.max_turns
-                gone = batch.ids if last else _leaving(batch, spec.until)
+                gone = batch.ids if last else leaving(batch, spec.until)
                 if gone:
                     left = batch.take(gone)
                     self.store.put(flow, command.step, first.index, left)
@@ -239,7 +241,7 @@ class LaneHost:
         Returns:
             what it made of the items, and whether it has waited.
         """
-        start, waited = self.clock(), False
+        start, waited, graph = self.clock(), False, self.graphs[flow]
         facts = {"step": command.step, "items": len(batch), "ids": ids_text(batch.ids)}
         if node.waits:
             output, busy = yield from self._run_waiting(flow, node, batch)
@@ -250,7 +252,7 @@ class LaneHost:
             output = self._run(flow, node, [batch])
         span = Span(self.lane, node.name, "call", start, self.clock(), facts)
         self._turns.setdefault(command.call, []).append(span)
-        return _named(node, batch, output), waited
+        return entered(graph, node, batch, _without_graph(_named(node, batch, output))), waited
 
     def finished(
         self,
@@ -327,6 +329,7 @@ class LaneHost:
 
     def _keep(self, flow: str, command: RunCall, node: StageNode, output: Batch) -> ItemsProduced:
         """Keep items that a call has made; what the engine is told of them."""
+        output = _without_graph(output)
         self.store.put(flow, command.step, node.index, output)
         graph = self.graphs[flow]
         lengths = item_lengths(graph, node.index, output)
@@ -336,11 +339,11 @@ class LaneHost:
                 command.call, self.lane, output.ids, output.nbytes, lengths=lengths
             )
         until = graph.loops[node.loop].until
-        leaving = _leaving(output, until)
-        if leaving and self._rollouts:
-            self._keep_for_later(flow, command.step, node, output.take(leaving))
+        gone = leaving(output, until)
+        if gone and self._rollouts:
+            self._keep_for_later(flow, command.step, node, output.take(gone))
         return ItemsProduced(
-            command.call, self.lane, output.ids, output.nbytes, leaving, lengths, until in output
+            command.call, self.lane, output.ids, output.nbytes, gone, lengths, until in output
         )
 
     def finish(self, flow: str, command: RunFinish) -> dict[str, float]:
@@ -397,7 +400,7 @@ def joined_exits(graph: FlowGraph, producers: Collection[int], join: Callable[[]
     except UserError as error:
         loops = {graph.nodes[producer].loop for producer in producers if producer >= 0}
         loop = next((loop for loop in loops if loop is not None), None)
-        if loop is None:
+        if loop is None or error.key is not None:
             raise
         raise UserError(
             "its items leave at different stages, or on different turns, with different columns",
@@ -407,14 +410,16 @@ def joined_exits(graph: FlowGraph, producers: Collection[int], join: Callable[[]
         ) from error
 
 
-def _leaving(batch: Batch, until: str) -> tuple[int, ...]:
-    """Items whose mark is true; none where nothing is marked."""
-    if until not in batch:
-        return ()
-    marks = batch[until]
-    if not isinstance(marks, list):
-        marks = marks.tolist()  # the rows of a tensor are tensors, which take long to make
-    return tuple(item for item, done in zip(batch.ids, marks, strict=True) if done)
+def _without_graph(batch: Batch) -> Batch:
+    """The items as another lane gets them: no gradient flows back to the stage that made them."""
+    detached: dict[str, Column] = {}
+    for name, column in batch.columns.items():
+        values = column.values if isinstance(column, Ragged) else column
+        if getattr(values, "grad_fn", None) is not None:
+            values = values.detach()
+            ragged = isinstance(column, Ragged)
+            detached[name] = Ragged(values, column.lengths) if ragged else values
+    return Batch({**batch.columns, **detached}, batch.ids) if detached else batch
 
 
 def _named(node: StageNode, given: Batch, output: object) -> Batch:
