@@ -186,6 +186,23 @@ def hand_written(flow: Flow, stages: Mapping[str, StagePlan]) -> Plan:
     return Plan("eager", (LaneSpec(0),), placements, stages)
 
 
+def test_a_gang_does_not_stand_in_one_process() -> None:
+    """The call waited for a second lane, until its deadline."""
+    flow = training()
+    plan = hand_written(flow, {})
+    lanes = (LaneSpec(0), LaneSpec(1))
+
+    def under(*replicas: tuple[int, ...]) -> Plan:
+        return replace(
+            plan, lanes=lanes, placements=plan.placements | {"centre": Placement(replicas)}
+        )
+
+    with pytest.raises(PlanError, match=r"^centre: its lanes share each call.*\(\(0, 1\),\)"):
+        start(flow, 6, plan=under((0, 1)))
+    with start(flow, 6, plan=under((0,), (1,))) as run:
+        assert run.step(prompts(6)).output["a"].tolist() == [-6, -2, 2, 6] * 6
+
+
 def test_a_streaming_stage_is_fed_in_pieces() -> None:
     flow = training()
     plan = hand_written(flow, {"generator.generate": StagePlan(max_running=2)})
@@ -365,6 +382,14 @@ def test_an_exception_of_a_worker_comes_up_as_it_was_raised() -> None:
     frames = traceback.extract_tb(caught.value.__traceback__)
     assert [frame.name for frame in frames][-2:] == ["score", "look"]
     assert frames[-1].filename == __file__
+
+
+def test_a_run_in_which_a_stage_has_raised_says_that_it_has_stopped() -> None:
+    with start(BrokenFlow(broken=Broken()), 2) as run:
+        for error in (BrokenError, RunFailed, RunFailed):
+            with pytest.raises(error) as caught:
+                run.step(prompts(2, 7))
+    assert str(caught.value) == "the run has stopped already; launch the flow again"
 
 
 # --- loops ----------------------------------------------------------------------------------------
@@ -603,6 +628,151 @@ def test_workers_are_the_users_own_objects_and_are_closed() -> None:
         assert run.worker_call_everywhere("closing", "add", 2, 3) == [5]
         assert not flow.closing.closed
     assert flow.closing.closed
+
+
+def test_what_a_run_does_not_have_is_named() -> None:
+    with start(training(), 2, also={"evaluate": 3}) as run:
+        with pytest.raises(
+            UserError, match=r"^evaluat: is no method.*did you mean 'evaluate'.*also="
+        ):
+            run.run_method("evaluat", prompts(3))
+        with pytest.raises(UserError, match=r"^lerner: is no worker.*did you mean 'learner'"):
+            run.worker_call("lerner", "weights")
+        with pytest.raises(UserError, match=r"^centre: is no worker"):
+            run.worker_call_everywhere("centre", "weights")
+        assert run.step(prompts(2)).step == 0
+    with pytest.raises(UserError, match=r"^also\.step: .*items_per_step"):
+        start(training(), 2, also={"step": 8})
+
+
+class Fussy(Worker):
+    """Raises where it is told to; says what was done to it."""
+
+    def __init__(self, log: list[str], name: str, *faults: str) -> None:
+        self.log, self.name, self.faults = log, name, faults
+
+    def do(self, what: str) -> None:
+        self.log.append(f"{self.name} {what}")
+        if what in self.faults:
+            raise OSError(f"{self.name} cannot {what}")
+
+    def load(self, place: Place) -> None:
+        self.do("load")
+
+    def state_bytes(self) -> int:
+        self.do("measure")
+        return 0
+
+    def close(self) -> None:
+        self.do("close")
+
+    @stage
+    def score(self, batch: Batch) -> Batch:
+        return batch
+
+
+class FussyFlow(Flow):
+    one: Fussy
+    two: Fussy
+
+    def step(self, items: Stream) -> Stream:
+        return self.two.score(self.one.score(items))
+
+
+@pytest.mark.parametrize(
+    ("fault", "done"),
+    [
+        ("load", ["one load", "one measure", "two load", "one close"]),
+        (
+            "measure",
+            ["one load", "one measure", "two load", "two measure", "one close", "two close"],
+        ),
+    ],
+)
+def test_workers_that_were_loaded_are_closed_where_another_cannot_be(
+    fault: str, done: list[str]
+) -> None:
+    log, threads = list[str](), torch.get_num_threads()
+    flow = FussyFlow(one=Fussy(log, "one", "close"), two=Fussy(log, "two", fault))
+    with pytest.raises(OSError, match=f"two cannot {fault}"):
+        start(flow, 2, num_threads=threads + 1)
+    assert log == done
+    assert torch.get_num_threads() == threads
+
+
+def test_all_workers_are_closed_whatever_one_raises() -> None:
+    log, threads = list[str](), torch.get_num_threads()
+    flow = FussyFlow(one=Fussy(log, "one", "close"), two=Fussy(log, "two"))
+    run = start(flow, 2, num_threads=threads + 1)
+    with pytest.raises(OSError, match="one cannot close"):
+        run.close()
+    assert log[-2:] == ["one close", "two close"]
+    assert torch.get_num_threads() == threads
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+class Two(Worker):
+    """Two stages that accumulate, both of which give a `loss`, and the first more."""
+
+    def __init__(self, loss: float) -> None:
+        self.loss = loss
+
+    @stage(accumulates=True, minibatches=2)
+    def first(self, batch: Batch) -> None:
+        return None
+
+    @first.finish
+    def first_finish(self) -> dict[str, float]:
+        self.loss += 1
+        return {"loss": self.loss, "alone": self.loss}
+
+    @stage(accumulates=True)
+    def second(self, batch: Batch) -> None:
+        return None
+
+    @second.finish
+    def second_finish(self) -> dict[str, float]:
+        return {"loss": -self.loss}
+
+
+class TwoLearners(Flow):
+    policy: Two
+    critic: Two
+    stages: tuple[str, ...] = ("policy.first", "critic.first")
+
+    def step(self, items: Stream) -> Stream:
+        for name in self.stages:
+            worker, method = name.split(".")
+            items = getattr(getattr(self, worker), method)(items)
+        return items
+
+
+@pytest.mark.parametrize(
+    ("stages", "metrics"),
+    [
+        (("policy.first",), {"loss": 1.5, "alone": 1.5}),
+        (
+            ("policy.first", "critic.first"),
+            {"policy/loss": 1.5, "policy/alone": 1.5, "critic/loss": 11.5, "critic/alone": 11.5},
+        ),
+        (
+            ("policy.first", "policy.second"),
+            {"policy.first/loss": 1.5, "alone": 1.5, "policy.second/loss": -2.0},
+        ),
+        (
+            ("policy.second", "critic.first"),
+            {"policy/loss": 0.0, "critic/loss": 11.5, "alone": 11.5},
+        ),
+    ],
+)
+def test_a_metric_that_several_stages_give_is_that_of_each(
+    stages: tuple[str, ...], metrics: dict[str, float]
+) -> None:
+    flow = TwoLearners(policy=Two(0.0), critic=Two(10.0), stages=stages)
+    with start(flow, 2) as run:
+        assert run.step(prompts(2)).metrics == metrics
 
 
 # --- steps that are refused -----------------------------------------------------------------------

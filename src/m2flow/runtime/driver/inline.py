@@ -12,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -77,30 +79,39 @@ class InlineCarrier:
                     key=name,
                     hint="use a plan with one lane, or run it on Ray",
                 )
+            if any(len(gang) > 1 for gang in placement.replicas):
+                raise PlanError(
+                    "its lanes share each call, and one process has one of them at a time",
+                    key=name,
+                    value=placement.replicas,
+                    hint="let each replica be a single lane, or run it on Ray",
+                )
         self.graphs, self._on_close = graphs, on_close
-        self._host = LaneHost(0, graphs, workers)
-        self._host.versions = dict.fromkeys(workers, version)
+        self._host = LaneHost(0, graphs, {})
         self._journal: JournalWriter | None = None
-        limits = {lane.id: lane.memory_bytes for lane in plan.lanes}
         self.state_bytes: dict[str, int] = {}
         self._queue: deque[tuple[str, Command]] = deque()
         self._said: list[Report] = []
         self._streams: deque[tuple[RunCall, str, Iterator[ItemsProduced | None], float]] = deque()
-        for name, worker in workers.items():
-            if name in plan.placements:
-                lane = plan.placements[name].lanes[0]
-                place = Place(
-                    lane,
-                    device=device,
-                    num_threads=num_threads,
-                    version=version,
-                    memory_bytes=limits[lane],
-                )
-                worker.load(place)
-                self.state_bytes[name] = worker.state_bytes()
-                if limits[lane] is not None:
-                    worker.offload()
+        place = Place(device=device, num_threads=num_threads, version=version)
+        limits = {lane.id: lane.memory_bytes for lane in plan.lanes}
+        try:
+            for name, worker in workers.items():
+                if name in plan.placements:
+                    lane = plan.placements[name].lanes[0]
+                    self._load(name, worker, replace(place, lane=lane, memory_bytes=limits[lane]))
+        except BaseException:
+            with suppress(Exception):  # what counts is why they were not loaded
+                self._close_workers()
+            raise
         self._watch = CallWatch(plan.deadline_seconds)
+
+    def _load(self, name: str, worker: Worker, place: Place) -> None:
+        worker.load(place)
+        self._host.workers[name], self._host.versions[name] = worker, place.version
+        self.state_bytes[name] = worker.state_bytes()
+        if place.memory_bytes is not None:
+            worker.offload()
 
     def submit(
         self,
@@ -238,8 +249,14 @@ class InlineCarrier:
 
     def close(self) -> None:
         self._watch.close()
-        for worker in self._host.workers.values():
-            worker.close()
-        if self._journal is not None:
-            self._journal.close()
-        self._on_close()
+        try:
+            self._close_workers()
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+            self._on_close()
+
+    def _close_workers(self) -> None:
+        from m2flow.runtime.lane.loading import close_workers  # torch comes along
+
+        close_workers(self._host)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from m2flow.errors import NotLoaded, RunFailed, UserError
+from m2flow.errors import NotLoaded, RunFailed, UserError, suggestion
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
 from m2flow.runtime.driver.methods import STEP
@@ -189,8 +189,15 @@ class Run(FlowThatRecovers):
         """Run another traced method of the flow, such as "evaluate", between steps.
 
         Raises:
-            UserError: steps are in flight, whose results have not been taken.
+            UserError: `launch` was not told of the method; or steps are in flight, whose results
+                have not been taken.
         """
+        if name not in self._runners:
+            raise UserError(
+                "is no method that was launched",
+                key=name,
+                hint=f"{suggestion(name, self._runners)} (`launch(also=...)` names further ones)",
+            )
         if self._runners[STEP].busy:
             raise UserError(
                 "steps are in flight", key=name, hint="take all results of `steps` before"
@@ -205,8 +212,10 @@ class Run(FlowThatRecovers):
         Under a limit of memory the worker is brought in before.
 
         Raises:
-            UserError: there is a limit, and steps are in flight, whose results have not been taken.
+            UserError: there is no such worker; or there is a limit, and steps are in flight, whose
+                results have not been taken.
         """
+        self._check_worker(worker)
 
         def call() -> Any:
             self._bring((worker,), method, self._placements[worker].lanes[:1])
@@ -219,6 +228,7 @@ class Run(FlowThatRecovers):
 
         Otherwise as `worker_call`.
         """
+        self._check_worker(worker)
 
         def call() -> list[Any]:
             self._bring((worker,), method, self._placements[worker].lanes)
@@ -226,6 +236,11 @@ class Run(FlowThatRecovers):
             return answers
 
         return self._lasting(call)
+
+    def _check_worker(self, worker: str) -> None:
+        if worker not in self._workers:
+            hint = suggestion(worker, self._workers)
+            raise UserError("is no worker of this run", key=worker, hint=hint)
 
 
 def _wants_memory_or_time(cause: BaseException | None) -> bool:

@@ -16,6 +16,7 @@ from typing import Protocol
 from m2flow.engine.core import Engine
 from m2flow.engine.messages import (
     AbortCall,
+    CallFinished,
     Command,
     CompleteStep,
     DropFolded,
@@ -81,6 +82,8 @@ class StepResult:
         step: its number.
         output: the items that the flow's method returned, in order of item.
         metrics: what the `finish` of its accumulating stages returned: the mean over mini-batches.
+            Names that several stages use are told apart: `worker/name`, or `worker.method/name`
+            where they are stages of one worker.
         spans: what the lanes did for it, and between it and the step before.
         started: when it was submitted or, if that was later, when the step before it ended; in
             seconds of the clock of the spans.
@@ -119,7 +122,7 @@ class StepResult:
 class _Open:
     batch: Batch
     started: float
-    metrics: list[Mapping[str, float]] = field(default_factory=list)
+    metrics: dict[int, list[Mapping[str, float]]] = field(default_factory=dict)
     published: dict[str, Published] = field(default_factory=dict)
     recalled: int = 0
     notes: list[str] = field(default_factory=list)
@@ -172,6 +175,8 @@ class Runner:
         self._spans: list[Span] = []
         self._last_end = 0.0
         self._begun: float | None = None
+        self._sources: dict[str, set[int]] = {}  # by metric, the stages that have given it
+        self._broken = False  # waiting for the lanes has ended with an exception
         self._astray = False  # a worker is neither here nor there
         self._learnt = first_step - 1  # the newest step that workers have learnt something from
         self._collecting: deque[tuple[StepResult, Future[Batch]]] = deque()
@@ -182,12 +187,12 @@ class Runner:
         As many steps are in flight as the plan's staleness allows; results come in order of step.
 
         Raises:
-            RunFailed: the run stopped; the first cause is chained.
+            RunFailed: the run stopped, now or before; the first cause is chained.
             UserError: a stage was wrong; or a batch, once the results of the steps before it have
                 been taken, and further steps can be run; or steps of an earlier call are still in
                 flight, because their results have not been taken.
         """
-        if self.engine.failed:
+        if self.engine.failed or (self._broken and self.busy):
             raise RunFailed("the run has stopped already; launch the flow again")
         if self.busy:
             raise UserError(
@@ -290,7 +295,7 @@ class Runner:
         self.carrier.take_back(self.name, self._open, calls, seconds)
         batches = [opened.batch for opened in self._open.values()]
         self.next_step -= len(batches)
-        self._open, self._spans = {}, []
+        self._open, self._spans, self._broken = {}, [], False
         return batches
 
     def _submit(self, batch: Batch) -> None:
@@ -333,7 +338,9 @@ class Runner:
         """
         begin = self._clock()
         attentive = begin - self._attended < AWAY_SECONDS
+        self._broken = True
         reports = self.carrier.wait(seconds=1.0)
+        self._broken = False
         self._attended = now = self._clock()
         for report in reports:
             self._spans += report.spans
@@ -341,7 +348,7 @@ class Runner:
             if self._open and told:
                 step = next(iter(self._open)) if len(self._open) == 1 else self._step_of(report)
                 if report.metrics is not None:
-                    self._open[step].metrics.append(report.metrics)
+                    self._note_metrics(step, report)
                 if report.published is not None:
                     self._open[step].add(report.published)
                 if report.note:
@@ -355,6 +362,33 @@ class Runner:
     def _step_of(self, report: Report) -> int:
         call = getattr(report.event, "call", None)
         return self.engine.calls[call].step if call in self.engine.calls else min(self._open)
+
+    def _note_metrics(self, step: int, report: Report) -> None:
+        """Keep what a `finish` gave; that of a call which counts no more counts for nothing."""
+        assert isinstance(report.event, CallFinished) and report.metrics is not None
+        call = self.engine.calls.get(report.event.call)
+        if call is None:
+            return
+        assert isinstance(call.command, RunFinish)
+        self._open[step].metrics.setdefault(call.command.node, []).append(report.metrics)
+        for name in report.metrics:
+            self._sources.setdefault(name, set()).add(call.command.node)
+
+    def _metrics_of(self, opened: _Open) -> dict[str, float]:
+        """The mean of each metric over a stage's mini-batches, by a name that is its alone."""
+        return {
+            self._told_apart(name, node): value
+            for node, rows in opened.metrics.items()
+            for name, value in _mean(rows).items()
+        }
+
+    def _told_apart(self, name: str, node: int) -> str:
+        nodes = [self.graph.nodes[index] for index in self._sources[name]]
+        if len(nodes) == 1:
+            return name
+        here = self.graph.nodes[node]
+        alone = sum(one.worker == here.worker for one in nodes) == 1
+        return f"{here.worker if alone else here.name}/{name}"
 
     def _handle(self, *events: Event) -> None:
         for command in self.engine.handle(*events):
@@ -386,7 +420,7 @@ class Runner:
         result = StepResult(
             step=command.step,
             output=Batch({}),
-            metrics=_mean(opened.metrics),
+            metrics=self._metrics_of(opened),
             spans=spans,
             started=started,
             seconds=now - started,

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import LaneSpec, Plan
-from m2flow.errors import PlanError, RunFailed
+from m2flow.errors import PlanError, RunFailed, UserError
 from m2flow.flow.flow import Flow
 from m2flow.flow.worker import Isolation
 from m2flow.plan import isolated_workers, parse_lanes, with_memory
@@ -36,7 +36,15 @@ LANE_RESTARTS = 3
 def methods_of(
     flow: Flow, items_per_step: int, also: Mapping[str, int] = MappingProxyType({})
 ) -> Methods:
-    """What a run of a flow can do; `also` as for `launch`."""
+    """What a run of a flow can do; `also` as for `launch`.
+
+    Raises:
+        UserError: `also` names the step.
+    """
+    if STEP in also:
+        raise UserError(
+            "is what a run does anyway", key=f"also.{STEP}", hint="its items are `items_per_step`"
+        )
     graphs = {STEP: flow.trace(), **{method: flow.trace(method) for method in also}}
     collective = frozenset(name for name, worker in flow.workers.items() if worker.collective)
     return Methods(graphs, {STEP: items_per_step, **also}, isolated_workers(flow), collective)
@@ -60,9 +68,13 @@ def in_this_process(
     as_before = partial(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(threads)
     graphs, workers = methods.graphs, plans.placed(flow.workers)
-    carrier = InlineCarrier(
-        graphs, plans.everything, workers, threads, device, first_step, on_close=as_before
-    )
+    try:
+        carrier = InlineCarrier(
+            graphs, plans.everything, workers, threads, device, first_step, on_close=as_before
+        )
+    except BaseException:
+        as_before()
+        raise
     try:
         sized = plans.sized(carrier.state_bytes, graphs)
     except BaseException:
