@@ -225,8 +225,9 @@ class Worker:
 
         Asked for where the state moves to other lanes, or is kept in case this one is lost. Called
         between calls, on every lane of a replica; what its first lane gives counts, and is copied
-        before the next call. The state of a worker that does not define both methods stays where
-        it is.
+        before the next call. A worker that accumulates or publishes and does not define both
+        methods stays where it is. Any other is loaded anew elsewhere, without what its stages have
+        changed.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what its state is")
 
