@@ -108,7 +108,8 @@ class InlineCarrier:
 
     def _load(self, name: str, worker: Worker, place: Place) -> None:
         worker.load(place)
-        self._host.workers[name], self._host.versions[name] = worker, place.version
+        self._host.workers = {**self._host.workers, name: worker}
+        self._host.versions[name] = place.version
         self.state_bytes[name] = worker.state_bytes()
         if place.memory_bytes is not None:
             worker.offload()

@@ -30,7 +30,7 @@ def _marks(until: str, column: Column) -> Sequence[object]:
             marks: list[object] = column.reshape(-1).tolist()  # rows that are tensors take long
             return marks
     elif not isinstance(column, Ragged) and not any(isinstance(x, list | tuple) for x in column):
-        return column  # type: ignore[no-any-return]
+        return column
     raise UserError(
         "says which items leave a loop, and holds more for an item",
         key=until,
