@@ -26,6 +26,7 @@ from m2flow.workloads.common.planning import (
     flow_of,
     lanes_of,
     layouts_of,
+    under_limit,
     with_limit,
 )
 from m2flow.workloads.common.profile_key import profile_key
@@ -78,7 +79,10 @@ class Planning:
         self.flow = flow_of(self.recipe, asked.assumed.model)
         self.graph: FlowGraph = self.flow.trace()
         self.isolated = isolated_workers(self.flow)
-        self.cluster = None if asked.cluster is None else parse_cluster(asked.cluster, "--cluster")
+        self.cluster: Cluster | None = None
+        if asked.cluster is not None:
+            there = parse_cluster(asked.cluster, "--cluster")
+            self.cluster = under_limit(there, self.recipe)
         self.layouts = layouts_of(self.recipe, self.flow, self._lanes(self.cluster))
         self.prices: Pricer | None = None
         if self.cluster is not None:

@@ -150,5 +150,18 @@ def test_the_plan_that_is_chosen_has_room_for_answers_of_8192_tokens() -> None:
             assert one.state_bytes + one.call_bytes <= account.limit + 2
 
 
+def test_an_engine_takes_its_share_of_what_a_lane_may_have() -> None:
+    """As in a run: half of the device whose usable nine tenths are the limit; of a device with less
+    memory, half of what there is.
+    """
+    for limit, cache in (("40GB", 20e9 / 0.9), ("90GB", 40e9)):
+        recipe = read_recipe("qwen2.5-7b-grpo-math", [f"lane_memory={limit}"])
+        planning = Planning(Question(recipe, cluster="1x8xH100"))
+        for account in planning.account(planning.decision()):
+            for one in account.holdings:
+                if one.worker == "generator":
+                    assert one.call["keys and values"] == pytest.approx(cache, abs=2)
+
+
 def test_what_the_prices_say_of_prompts_is_what_the_engine_does() -> None:
     assert PREFILL_TOKENS == MAX_TOKENS

@@ -23,6 +23,8 @@ from m2flow.plan import (
     validate,
     with_memory,
 )
+from m2flow.plan.profile.clusters import Cluster
+from m2flow.plan.profile.hardware import USABLE_MEMORY
 from m2flow.plan.validate import check_equal_gangs
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_of
@@ -84,6 +86,20 @@ def with_limit(lanes: tuple[LaneSpec, ...], recipe: Recipe) -> tuple[LaneSpec, .
     if recipe.lane_memory is None:
         return lanes
     return with_memory(lanes, parse_bytes(recipe.lane_memory, "lane_memory"))
+
+
+def under_limit(cluster: Cluster, recipe: Recipe) -> Cluster:
+    """The cluster whose devices have no more memory than the recipe's limit lets states and calls
+    use of them: an engine takes its share of what it may have.
+    """
+    if recipe.lane_memory is None:
+        return cluster
+    most = round(parse_bytes(recipe.lane_memory, "lane_memory") / USABLE_MEMORY)
+    machines = (
+        replace(part, device=replace(part.device, memory_bytes=min(part.device.memory_bytes, most)))
+        for part in cluster.machines
+    )
+    return Cluster(tuple(machines))
 
 
 def declared_layouts(flow: Flow, lanes: Sequence[LaneSpec]) -> dict[str, list[Layout]]:
