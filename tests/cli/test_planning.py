@@ -140,6 +140,38 @@ def test_heads_that_do_not_divide_are_refused_before_anything_runs(
     )
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "phi3"},
+        {"model_type": "olmo2"},
+        {"model_type": "cohere", "use_qk_norm": True},
+    ],
+    ids=["phi3", "olmo2", "norms of all heads"],
+)
+def test_layers_that_no_trainer_divides_by_heads_are_not_offered_so(
+    tiny: Path, m2flow: M2flow, command: list[str], config: dict[str, Any]
+) -> None:
+    """Lanes refuse them when they load the model."""
+    folder = model_folder(**config, pad_token_id=0)
+    for worker in ("learner", "critic"):
+        given = [f"model.path={folder}", "lanes=4xcpu:1", f"layouts.{worker}=tp2"]
+        outcome = m2flow(*command, tiny, *given, "algorithm.name=ppo", "mode=collocated")
+        assert outcome.code == 2
+        assert outcome.error.startswith(f"layouts.{worker}: {worker} has no such layout on")
+        assert "fsdp2" in outcome.error
+        assert "tp2" not in outcome.error.split("expected")[1]
+
+
+def test_layouts_of_one_that_is_divided_by_heads_by_the_plan_of_transformers(
+    tiny: Path, m2flow: M2flow
+) -> None:
+    folder = model_folder(model_type="cohere", pad_token_id=0)
+    words = [f"model.path={folder}", "lanes=2xcpu:1", "layouts.learner=tp2", "mode=collocated"]
+    assert m2flow("plan", tiny, *words).code == 0
+
+
 @pytest.mark.parametrize(
     "command", [["train", "--dry-run"], ["plan"], ["plan", "--cluster", "1x8xH100"]]
 )

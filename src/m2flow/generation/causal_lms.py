@@ -83,7 +83,7 @@ def check_causal_lm(config: Mapping[str, Any]) -> None:
             value=True,
             expected="a causal (decoder-only) language model",
         )
-    made = _configuration(config)
+    made = configuration_of(config)
     if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             "transformers has no causal language model of this kind",
@@ -119,8 +119,12 @@ def check_causal_lm(config: Mapping[str, Any]) -> None:
         )
 
 
-def _configuration(config: Mapping[str, Any]) -> Any:
-    """The configuration as transformers has it built in."""
+def configuration_of(config: Mapping[str, Any]) -> Any:
+    """The configuration as transformers has it built in.
+
+    Raises:
+        UserError: it has no such architecture, or the content is not of one.
+    """
     from transformers import CONFIG_MAPPING
 
     kind = config.get("model_type")

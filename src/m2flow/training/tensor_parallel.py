@@ -10,12 +10,15 @@ code runs on this lane's heads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from m2flow.errors import UserError
+from m2flow.generation.causal_lms import configuration_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,6 +70,31 @@ def divide_layers(model: Any, mesh: DeviceMesh) -> set[str]:
     prefix = f"{model.base_model_prefix}."
     names = [name.removeprefix(prefix) for name, _ in model.named_parameters()]
     return {prefix + name for name in names if any(fnmatch(name, f"{one}.*") for one in sums)}
+
+
+def check_divisible(config: Mapping[str, Any]) -> None:
+    """Refuse a model that `divide_layers` refuses, told from its configuration alone.
+
+    Args:
+        config: the content of a `config.json`.
+
+    Raises:
+        UserError: as `divide_layers`, or transformers cannot build such a model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    known = configuration_of(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(known, trust_remote_code=False)
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"transformers cannot build a model of this configuration ({error})",
+            key="model_type",
+            value=config.get("model_type"),
+            expected="the configuration that the model was published with",
+        ) from error
+    _check_parameters(model, _plan_of(model))
 
 
 def _plan_of(model: Any) -> dict[str, str]:

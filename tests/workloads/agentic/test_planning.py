@@ -10,6 +10,7 @@ from m2flow.models.shape import KNOWN_MODELS
 from m2flow.workloads.agentic.workload import WORKLOAD
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.workload import NOTHING_ASSUMED, Assumed
+from m2flow.workloads.reasoning.supported import known_shape
 from m2flow.workloads.reasoning.workers import Learner
 from tests.cli.conftest import run_command
 
@@ -82,7 +83,7 @@ def test_layouts_are_those_of_the_model_that_is_planned(model: str) -> None:
     flow = WORKLOAD.flow(recipe, model)  # type: ignore[arg-type]
     learner = flow.workers["learner"]
     assert isinstance(learner, Learner)
-    assert learner.shape == KNOWN_MODELS[model]
+    assert known_shape(learner.recipe, learner.planned_model) == KNOWN_MODELS[model]
 
 
 def test_what_an_agent_takes_is_in_no_data_sheet(tmp_path: Path) -> None:

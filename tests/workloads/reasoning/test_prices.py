@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,21 @@ def test_layouts_are_those_that_m2flow_can_run() -> None:
         "fsdp2", "fsdp4", "fsdp8", "tp2", "tp2.fsdp2", "tp2.fsdp4", "tp4", "tp4.fsdp2"
     }  # fmt: skip
     assert any("4 key-value heads cannot be divided by 8" in line for line in found.assumptions)
+
+
+def test_layers_that_no_trainer_divides_by_heads_are_priced_in_no_such_layout(
+    tmp_path: Path,
+) -> None:
+    fused = profile("1x8xH100", training={"fused_kernels": True})
+    whole = {"fsdp2", "fsdp4", "fsdp8"}
+    assert {cost.layout for cost in fused.stage("learner.train").costs} == whole
+    sizes = {"num_key_value_heads": 4, "num_attention_heads": 8, "vocab_size": 100}
+    sizes |= {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    for kind, divided in (("olmo2", False), ("cohere", True)):
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps({**sizes, "model_type": kind, "pad_token_id": 0}))
+        costs = profile("1x8xH100", str(config)).stage("learner.train").costs
+        assert ("tp2" in {cost.layout for cost in costs}) == divided
 
 
 @pytest.mark.parametrize(

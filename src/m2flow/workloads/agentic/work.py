@@ -27,7 +27,7 @@ from m2flow.plan.profile.work import (
 )
 from m2flow.workloads.agentic.config import SMALL_TASKS, AgenticRecipe
 from m2flow.workloads.common.workload import Assumed
-from m2flow.workloads.reasoning.supported import shape_of
+from m2flow.workloads.reasoning.supported import divides_by_heads, shape_of
 from m2flow.workloads.reasoning.work import (
     CALL_SECONDS,
     GROUP_SECONDS,
@@ -107,8 +107,10 @@ def prices(recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         episode.max_turns, seconds, episode.tool_concurrency, tuple(lengths.stratified(64))
     )
 
+    by_heads = divides_by_heads(recipe, assumed.model)
+
     def work(device: Device, lanes: int) -> FlowWork:
-        base = RecipeWork(recipe, shape, answers, device, lanes)
+        base = RecipeWork(recipe, shape, answers, device, lanes, by_heads=by_heads)
         return _with_turns(base.work(graph, told), base, graph, each)
 
     return work

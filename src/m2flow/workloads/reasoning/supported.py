@@ -5,6 +5,7 @@ Nothing here imports torch for a model that the native engine computes itself.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -90,6 +91,37 @@ def is_divided(source: str) -> bool:
         return not_fused(config_of(source)[0]) is None
     except UserError:
         return True
+
+
+def divides_by_heads(recipe: ReasoningRecipe, model: str | None = None) -> bool:
+    """Whether trainers can divide layers by heads, as in `tpN`; so if nobody knows the model.
+
+    Args:
+        recipe: its model is judged.
+        model: a `config.json`, its folder or a known name in place of the recipe's model.
+    """
+    if recipe.training.fused_kernels:  # they compute no layer that is divided
+        return False
+    source = recipe.model.path if model is None else model
+    if source is None:
+        return True
+    try:
+        config, _ = config_of(source)
+    except UserError:
+        return True
+    return not_fused(config) is None or _is_divisible(json.dumps(config))
+
+
+@cache
+def _is_divisible(config: str) -> bool:
+    """Whether a trainer divides a model of this `config.json`; asking takes torch."""
+    from m2flow.training.tensor_parallel import check_divisible
+
+    try:
+        check_divisible(json.loads(config))
+    except UserError:
+        return False
+    return True
 
 
 def shape_of(recipe: ReasoningRecipe) -> ModelShape:

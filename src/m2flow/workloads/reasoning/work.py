@@ -46,7 +46,12 @@ from m2flow.plan.profile.work import (
 )
 from m2flow.training.division import Division
 from m2flow.workloads.reasoning.config import CACHE_SHARE, ReasoningRecipe
-from m2flow.workloads.reasoning.supported import is_divided, judging_shape, shape_of
+from m2flow.workloads.reasoning.supported import (
+    divides_by_heads,
+    is_divided,
+    judging_shape,
+    shape_of,
+)
 from m2flow.workloads.reasoning.workers.source import by_heads, layout_of
 
 PROMPT_TOKENS = 150
@@ -130,8 +135,9 @@ def prices(
     if not divided:
         assumed += ("transformers' own forward pass costs what the native engine's would",)
     divided = divided and ENGINES[recipe.generation.engine].divides
+    by_heads = divides_by_heads(recipe, None if model is None else str(model))
     return lambda device, lanes: RecipeWork(
-        recipe, shape, answers, device, lanes, divided, judges
+        recipe, shape, answers, device, lanes, divided, judges, by_heads
     ).work(graph, assumed)
 
 
@@ -220,7 +226,18 @@ def judging_works(recipe: ReasoningRecipe, answers: Answers) -> dict[str, JudgeW
 
 @dataclass(frozen=True)
 class RecipeWork:
-    """A recipe's sizes, and one kind of lane."""
+    """A recipe's sizes, and one kind of lane.
+
+    Attributes:
+        recipe: every setting.
+        model: the shape of the policy.
+        answers: what is read and drawn.
+        device: of each lane.
+        lanes: how many there are.
+        divided: whether generation divides the model over several lanes.
+        judges: models that judge, by worker.
+        by_heads: whether trainers divide the model by heads.
+    """
 
     recipe: ReasoningRecipe
     model: ModelShape
@@ -229,6 +246,7 @@ class RecipeWork:
     lanes: int
     divided: bool = True
     judges: Mapping[str, JudgeWork] = field(default_factory=dict)
+    by_heads: bool = True
 
     def work(self, graph: FlowGraph, assumed: tuple[str, ...]) -> FlowWork:
         stages = {node.name: self._stage(node) for node in graph.nodes}
@@ -407,7 +425,7 @@ class RecipeWork:
         some = [2**n for n in range(1, near.bit_length())]
         yield from self._in_shards()
         adapts = self.recipe.model.lora_rank > 0
-        for tp in () if self.model.experts else some:
+        for tp in some if self.by_heads and not self.model.experts else ():
             yield Division(tp=tp)
             if not adapts and layout_of(Division(tp=tp), self.model).obstacle() is None:
                 shards = [2**n for n in range(1, (self.lanes // tp).bit_length())]

@@ -45,7 +45,7 @@ def shaped(flow: PolicyGradient, recipe: ReasoningRecipe, model: str | None) -> 
         flow.generator.key_value_heads = None if shape is None else shape.kv_heads
         for worker in flow.workers.values():
             if isinstance(worker, Divided):
-                worker.shape = shape
+                worker.planned_model = model
     return flow
 
 

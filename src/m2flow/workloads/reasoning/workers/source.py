@@ -14,7 +14,7 @@ from m2flow.models.shape import ModelShape
 from m2flow.training.division import Division
 from m2flow.workloads.common.loading import in_turn
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.supported import known_shape
+from m2flow.workloads.reasoning.supported import divides_by_heads, known_shape
 
 if TYPE_CHECKING:
     import torch
@@ -227,14 +227,16 @@ class Divided(Worker):
     recipe: ReasoningRecipe
     state: Any
 
-    shape: ModelShape | None = None
-    """The model's, where the plan is for another one than the recipe's."""
+    planned_model: str | None = None
+    """A folder, a `config.json` or a known name, where the plan is for another model than the
+    recipe's."""
 
     def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
-        shape = self.shape or known_shape(self.recipe)
-        divisions = divisions_of(lanes, shape)
-        if self.recipe.training.fused_kernels:  # they compute no layer that is divided
-            divisions = (division for division in divisions if division.tp == 1)
+        shape = known_shape(self.recipe, self.planned_model)
+        divisions = list(divisions_of(lanes, shape))
+        by_heads = [division for division in divisions if division.tp > 1]
+        if by_heads and not divides_by_heads(self.recipe, self.planned_model):
+            divisions = [division for division in divisions if division.tp == 1]
         return [layout_of(division, shape) for division in divisions]
 
     def offload(self) -> None:
