@@ -53,6 +53,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2Config": {},
     "Qwen3Config": {"attention_bias": True},
     "Qwen3MoeConfig": {"num_experts": 8, "num_experts_per_tok": 2},
+    "Qwen2MoeConfig": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "Glm4MoeConfig": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "head_dim": 16,
+        "pad_token_id": 0,
+    },
     "LlamaConfig": {"attention_bias": True, "mlp_bias": True},
     "GemmaConfig": {"attention_bias": True},
     "Gemma2Config": {},
@@ -120,6 +135,24 @@ def test_a_mixture_works_with_few_of_its_parameters_and_reads_what_is_touched() 
     every = shape.shared_parameters + shape.expert_parameters + 2 * shape.head_parameters
     assert shape.parameters == every + shape.hidden
     assert KNOWN_MODELS["Qwen2.5-7B"].expert_bytes_read(100) == 0
+
+
+def test_experts_that_work_on_every_token_and_layers_without_experts_are_counted() -> None:
+    """DeepSeek's name for the number of experts was not read, so that it was a dense model."""
+    small = {key: value for key, value in QWEN_MOE.items() if key != "num_experts"}
+    config = {**small, "n_routed_experts": 128, "n_shared_experts": 2, "first_k_dense_replace": 3}
+    plain, other = model_from_config(QWEN_MOE), model_from_config(config)
+    expert = 3 * 2048 * 768
+    assert other.experts == plain.experts == 128
+    assert other.expert_parameters == 45 * 128 * expert
+    assert other.experts_of_a_token == 45 * 8 * expert
+    dense = 3 * 3 * 2048 * other.intermediate - 3 * 2048 * 128  # no router there
+    assert other.shared_parameters == plain.shared_parameters + 45 * 2 * expert + dense
+    assert other.adapter_parameters(4) == plain.adapter_parameters(4) + 3 * 4 * (
+        45 * (2048 + 2 * 768) + 3 * (2048 + other.intermediate)
+    )
+    assert not plain.latent_attention
+    assert model_from_config({**config, "kv_lora_rank": 512}).latent_attention
 
 
 def test_kv_bytes_count_key_value_heads_only() -> None:

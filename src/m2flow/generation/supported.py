@@ -15,6 +15,7 @@ from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.models.folder import check_not_quantized
+from m2flow.models.shape import EXPERTS
 
 FUSED = ("qwen2", "llama", "mistral", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
 """Model types that `decoder` computes."""
@@ -91,9 +92,8 @@ def check_experts(config: Mapping[str, Any]) -> None:
     Raises:
         UserError: names its kind, and those that would do.
     """
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
     kind = config.get("model_type")
-    if any(config.get(name) for name in counts) and kind not in SINGLE_EXPERTS:
+    if any(config.get(name) for name in EXPERTS) and kind not in SINGLE_EXPERTS:
         raise UserError(
             "experts are handed to other engines by names that this model does not have",
             key="model_type",

@@ -21,6 +21,7 @@ WEIGHT_BYTES = 2
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"attention_bias": True},
+    "qwen2_moe": {"attention_bias": True},
     "qwen3": {"head_dim": 128},
     "qwen3_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 768},
     "gemma": {"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
@@ -28,6 +29,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True},
 }
 """By model type: defaults of its configuration class that a `config.json` need not repeat."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names that configurations have for the number of experts among which each token chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,10 @@ class ModelShape:
             work on a token.
         expert_intermediate: width of an expert.
         layer_extras: parameters of a layer beside its matrices: norms and biases.
+        dense_layers: of a mixture, layers whose feed-forward block is dense.
+        shared_intermediate: of a mixture, width of all experts together that work on every token.
+        latent_attention: whether keys and values come from a compressed state, as DeepSeek's do;
+            sizes and operations are those of plain attention all the same.
     """
 
     name: str
@@ -61,15 +69,23 @@ class ModelShape:
     experts_per_token: int = 0
     expert_intermediate: int = 0
     layer_extras: int = 0
+    dense_layers: int = 0
+    shared_intermediate: int = 0
+    latent_attention: bool = False
+
+    @property
+    def mixtures(self) -> int:
+        """Count the layers with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
 
     def _blocks(self, experts: int) -> int:
         """Parameters of all layers, so many experts of each mixture counted."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        forward = 3 * self.hidden * self.intermediate
-        if self.experts:
-            router = self.hidden * self.experts
-            forward = router + experts * 3 * self.hidden * self.expert_intermediate
-        return self.layers * (attention + forward + self.layer_extras)
+        dense = 3 * self.hidden * self.intermediate
+        channels = experts * self.expert_intermediate + self.shared_intermediate
+        mixture = self.hidden * (self.experts + 3 * channels)  # with the router
+        forward = self.mixtures * mixture + (self.layers - self.mixtures) * dense
+        return self.layers * (attention + self.layer_extras) + forward
 
     @property
     def parameters(self) -> int:
@@ -95,20 +111,28 @@ class ModelShape:
     @property
     def experts_of_a_token(self) -> int:
         """Count the parameters of the experts that work on one token, in all layers."""
-        return self.layers * self.experts_per_token * 3 * self.hidden * self.expert_intermediate
+        return self.mixtures * self.experts_per_token * 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def channels_of_a_token(self) -> int:
+        """Count the channels that work on one token in a feed-forward block; in a mixture's, where
+        there are mixtures."""
+        chosen = self.experts_per_token * self.expert_intermediate + self.shared_intermediate
+        return chosen or self.intermediate
 
     def adapter_parameters(self, rank: int) -> int:
         """Count the parameters of LoRA adapters of a rank on all linear layers but experts'."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         ends = 2 * (self.hidden + queries) + 2 * (self.hidden + keys)  # in and out, layer by layer
-        if not self.experts:
-            ends += 3 * (self.hidden + self.intermediate)
-        return self.layers * rank * ends
+        dense = 3 * (self.hidden + self.intermediate)
+        shared = 3 * (self.hidden + self.shared_intermediate) if self.shared_intermediate else 0
+        forward = self.mixtures * shared + (self.layers - self.mixtures) * dense
+        return rank * (self.layers * ends + forward)
 
     @property
     def expert_parameters(self) -> int:
         """Count the parameters of all experts of all mixtures."""
-        return self.layers * self.experts * 3 * self.hidden * self.expert_intermediate
+        return self.mixtures * self.experts * 3 * self.hidden * self.expert_intermediate
 
     @property
     def expert_share(self) -> float:
@@ -178,15 +202,20 @@ def model_from_config(config: Mapping[str, Any], name: str = "model") -> ModelSh
     )  # fmt: skip
     kv_heads = int(config.get("num_key_value_heads", heads))
     head_dim = int(config.get("head_dim", hidden // heads))
-    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    experts = next((int(config[key]) for key in EXPERTS if config.get(key)), 0)
+    # Mixtral's experts are as wide as the dense block that they stand for.
+    width = int(config.get("moe_intermediate_size", intermediate) * bool(experts))
+    shared = int(config.get("shared_expert_intermediate_size", 0))
     return ModelShape(
         name, layers, hidden, heads, kv_heads, head_dim, intermediate, vocabulary,
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
         experts_per_token=_number(config, name, "num_experts_per_tok") if experts else 0,
-        # Mixtral's experts are as wide as the dense block that they stand for.
-        expert_intermediate=int(config.get("moe_intermediate_size", intermediate) * bool(experts)),
+        expert_intermediate=width,
         layer_extras=_norms_and_biases(config, kind, heads * head_dim, kv_heads * head_dim),
+        dense_layers=min(layers, int(config.get("first_k_dense_replace", 0))) if experts else 0,
+        shared_intermediate=(shared or int(config.get("n_shared_experts", 0)) * width),
+        latent_attention="kv_lora_rank" in config,
     )  # fmt: skip
 
 
@@ -197,7 +226,9 @@ def _norms_and_biases(config: Mapping[str, Any], kind: str, queries: int, keys: 
     if kind.startswith("qwen3") or kind == "gemma3_text":
         found += 2 * queries // int(config["num_attention_heads"])  # norms of queries and keys
     if config.get("attention_bias"):
-        found += queries + 2 * keys + (0 if kind == "qwen2" else hidden)
+        found += queries + 2 * keys + (0 if kind in ("qwen2", "qwen2_moe") else hidden)
+    if kind == "qwen2_moe":
+        found += hidden  # the gate of the shared expert
     if config.get("mlp_bias"):
         found += 2 * int(config["intermediate_size"]) + hidden
     return found

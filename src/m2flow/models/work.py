@@ -247,7 +247,7 @@ def _generating(
     attention = work(
         model.attention_flops(tokens, context), model.kv_bytes_on_lane(lanes) * kv_tokens
     )
-    channels = model.experts_per_token * model.expert_intermediate or model.intermediate
+    channels = model.channels_of_a_token
     numbers = BETWEEN_HIDDEN * model.hidden + BETWEEN_CHANNELS * channels / lanes
     between = work(0.0, WEIGHT_BYTES * model.layers * numbers * tokens)
     logits = work(2 * head * rows, WEIGHT_BYTES * head / lanes)
@@ -369,7 +369,7 @@ def _exchanges(model: ModelShape, division: Division, tokens: float, times: int)
     if cp > 1:
         yield Work(sent_bytes=times * tokens * model.kv_bytes_per_token * (cp - 1) / cp, span=cp)
     if ep > 1:
-        there_and_back = 2 * model.layers * model.experts_per_token * wide
+        there_and_back = 2 * model.mixtures * model.experts_per_token * wide
         yield Work(sent_bytes=times * there_and_back * (ep - 1) / ep, span=ep)
 
 
@@ -435,7 +435,7 @@ def drawing_parts(
         running: requests that decode together.
         prompt_tokens: that are computed together.
     """
-    channels = model.experts_per_token * model.expert_intermediate or model.intermediate
+    channels = model.channels_of_a_token
     wide = LAYER_HIDDEN * model.hidden + LAYER_CHANNELS * channels / lanes
     return {
         "activations": float(number_bytes * max(running, prompt_tokens) * wide),

@@ -14,7 +14,7 @@ from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import parse_cluster
 from m2flow.workloads.common.planning import flow_of
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.work import prices
+from m2flow.workloads.reasoning.work import LATENT, prices
 
 
 def profile(cluster: str, model: str | None = "Qwen2.5-7B", /, **words: Any) -> Profile:
@@ -116,6 +116,18 @@ def test_a_mixture_is_divided_by_its_experts() -> None:
     assert states.keys() == {"fsdp8", "fsdp16", "ep16"}
     dense = model.parameters - model.expert_parameters
     assert states["ep16"] == pytest.approx(18 * (dense + model.expert_parameters / 16), abs=1)
+
+
+def test_deepseeks_models_are_mixtures_and_their_attention_is_told_of(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 100}
+    sizes |= {"intermediate_size": 128, "moe_intermediate_size": 32, "n_routed_experts": 8}
+    sizes |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    config.write_text(json.dumps({"model_type": "deepseek_v3", "kv_lora_rank": 16, **sizes}))
+    found = profile("1x8xH100", str(config))
+    assert "ep8" in {cost.layout for cost in found.stage("learner.train").costs}
+    assert LATENT in found.assumptions
+    assert LATENT not in profile("1x8xH100").assumptions
 
 
 def test_an_optimizer_on_the_host_leaves_room_and_takes_time() -> None:

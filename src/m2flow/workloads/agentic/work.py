@@ -32,6 +32,7 @@ from m2flow.workloads.reasoning.work import (
     CALL_SECONDS,
     GROUP_SECONDS,
     KEYS_AND_VALUES,
+    LATENT,
     SHARE_AT_LIMIT,
     RecipeWork,
     answers_of,
@@ -107,6 +108,8 @@ def prices(recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         episode.max_turns, seconds, episode.tool_concurrency, tuple(lengths.stratified(64))
     )
 
+    if shape.latent_attention:
+        told += (LATENT,)
     by_heads = divides_by_heads(recipe, assumed.model)
 
     def work(device: Device, lanes: int) -> FlowWork:

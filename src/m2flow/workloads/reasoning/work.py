@@ -93,6 +93,8 @@ RUNNING = (64, 128)
 QUANTILES = 129
 """Of answer lengths; the last of them still tells cut answers from long ones."""
 
+LATENT = "attention of keys and values from a compressed state costs what plain attention would"
+
 DECODING = "decoding steps of captured graphs, whose scheduling and sampling take no time"
 
 DECODING_TOGETHER = "such decoding steps of generation on several lanes"
@@ -130,6 +132,8 @@ def prices(
         written = judges["judge"].answers.lengths.mean
         assumed += (f"judgements of {written:.0f} tokens in the mean",)
     assumed += (f"{score_seconds(recipe) * 1e3:g} ms to score an answer, on one lane",)
+    if shape.latent_attention:
+        assumed += (LATENT,)
     source = model or recipe.model.path
     divided = source is None or is_divided(str(source))
     if not divided:
