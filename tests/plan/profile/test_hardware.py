@@ -63,6 +63,10 @@ def test_a_wrong_name_gets_the_nearest(name: str, hint: str) -> None:
         ("NVIDIA GeForce RTX 3060", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA A100 80GB PCIe", None),
         ("", None),
     ],
 )

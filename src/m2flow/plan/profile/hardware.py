@@ -166,10 +166,16 @@ def device_named(name: str, key: str = "cluster") -> Device:
     return device
 
 
+OTHERS = {"MIG", "LAPTOP", "PCIE", "NVL"}
+"""Words in a driver's names of a part of a device, or of another one of its name: the figures above
+are of SXM modules, and cards compute and read less (H100 PCIe: 756 TFLOPS and 2,000 GB/s of 989.5
+and 3,350 by NVIDIA's data sheet)."""
+
+
 def device_called(name: str) -> Device | None:
     """The device that a driver names so, such as "NVIDIA A100-SXM4-80GB"; None without figures."""
     words = re.split(r"[\s-]+", name.upper())
-    if "MIG" in words or "LAPTOP" in words:  # a part of the device, or a smaller one of its name
+    if OTHERS & set(words):
         return None
     for device in DEVICES.values():
         if device.kind == "gpu" and set(device.name.upper().split("-")) <= set(words):
