@@ -133,6 +133,23 @@ def test_lanes_that_share_tokens_have_less_to_compute_and_more_to_tell() -> None
     assert not whole.then
 
 
+def test_frozen_weights_have_no_gradients() -> None:
+    """With adapters two passes' worth in place of three, nothing to scatter, and little to sum."""
+    for again, full, frozen in ((False, 3, 2), (True, 4, 3)):
+        both = [
+            training_pass(QWEN, EVEN, 8, Division(fsdp=4), 2000, again, frozen=adapts)
+            for adapts in (False, True)
+        ]
+        assert both[1].flops / both[0].flops == pytest.approx(frozen / full)
+        assert both[1].sent_bytes == pytest.approx(both[0].sent_bytes / 2)
+    adapters = QWEN.adapter_parameters(16)
+    step = update(QWEN, Division(fsdp=2), 4, adapters)
+    assert step.sent_bytes == ring_bytes(4 * adapters / 2, 4)
+    assert step.read_bytes == 2 * 16 * adapters / 2
+    (sums,) = update(QWEN, Division(cp=4), 1, adapters).then
+    assert sums.sent_bytes == ring_bytes(4 * adapters, 4)
+
+
 def test_what_a_layout_divides_of_the_memory() -> None:
     dense = MOE.parameters - MOE.expert_parameters
     assert lane_parameters(MOE, Division(ep=8)) == dense + MOE.expert_parameters / 8

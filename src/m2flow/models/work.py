@@ -21,6 +21,10 @@ from m2flow.training.division import Division
 FORWARD_AND_BACKWARD = 3.0
 """A backward pass is twice the work of a forward pass (Kaplan et al. 2020, section 2.1)."""
 
+FROZEN_FORWARD_AND_BACKWARD = 2.0
+"""The same of frozen weights: there are gradients of what goes into a product, and none of the
+weights, which are half of the backward pass."""
+
 RECOMPUTED_FORWARD = 1.0
 """Forward passes besides, where activations are computed again (Chen et al. 2016)."""
 
@@ -300,16 +304,22 @@ def forward_pass(
 
 def training_pass(
     model: ModelShape, answers: Answers, count: int, division: Division, microbatch: float,
-    recomputes: bool = False, rates: Rates = RATES,
+    recomputes: bool = False, rates: Rates = RATES, frozen: bool = False,
 ) -> Work:  # fmt: skip
     """Return the work of forward and backward passes, without the update.
 
     The shards are gathered for either pass, and gradients scattered after the backward, which are
     summed in float32: each is half of an all-reduce.
+
+    Args:
+        model, answers, count, division, microbatch, rates: as of `forward_pass`.
+        recomputes: whether activations are computed again in the backward pass.
+        frozen: whether adapters are trained in the place of the weights, which have no gradients.
     """
-    passes = FORWARD_AND_BACKWARD + (RECOMPUTED_FORWARD if recomputes else 0.0)
+    passes = FROZEN_FORWARD_AND_BACKWARD if frozen else FORWARD_AND_BACKWARD
+    passes += RECOMPUTED_FORWARD if recomputes else 0.0
     share = rates.arithmetic(model, rates.training)
-    rings = (2 + GRADIENT_BYTES / WEIGHT_BYTES) / 2
+    rings = (2 + (0 if frozen else GRADIENT_BYTES / WEIGHT_BYTES)) / 2
     walk = _Walk(passes, 3 if recomputes else 2, rings)
     return _passes(model, answers, count, division, microbatch, walk, share)
 
@@ -373,15 +383,24 @@ def _exchanges(model: ModelShape, division: Division, tokens: float, times: int)
         yield Work(sent_bytes=times * there_and_back * (ep - 1) / ep, span=ep)
 
 
-def update(model: ModelShape, division: Division, replicas: int) -> Work:
+def update(
+    model: ModelShape, division: Division, replicas: int, adapters: float | None = None
+) -> Work:
     """Return the work of an optimizer step; replicas sum their gradients first.
 
     So do lanes that each have all of a parameter and a term of its gradient.
+
+    Args:
+        model, division: what is trained, and how it is divided.
+        replicas: gangs that sum their gradients.
+        adapters: parameters that are trained in the place of the model's; None for all of these.
     """
     own = lane_parameters(model, division)
+    dense: float = model.parameters - (model.expert_parameters if division.ep > 1 else 0)
+    if adapters is not None:  # on no experts
+        own, dense = adapters / (division.fsdp * division.tp), adapters
     terms = 0.0
     if division.cp * division.ep > 1:
-        dense = model.parameters - (model.expert_parameters if division.ep > 1 else 0)
         terms = ring_bytes(GRADIENT_BYTES * dense, division.cp * division.ep)
     return Work(
         read_bytes=2 * ADAM_BYTES * own,

@@ -156,6 +156,16 @@ def test_further_epochs_take_mini_batches_again_where_they_end() -> None:
     assert thrice.finish_seconds(1) == pytest.approx(once.finish_seconds(1) + 2 * again, rel=1e-6)
 
 
+def test_adapters_take_less_time_than_all_weights() -> None:
+    """No gradients of the weights (3 passes' worth of 4, one of them again), hardly an update."""
+    full, adapters = (
+        profile("1x8xB200", model={"lora_rank": rank}).cost("learner.train", "one", 1, "gpu")
+        for rank in (0, 16)
+    )
+    assert adapters.call(512) / full.call(512) == pytest.approx(3 / 4, rel=0.01)
+    assert adapters.finish_seconds(1) < full.finish_seconds(1) / 2
+
+
 def test_adapters_are_priced_in_all_layouts_that_divide_in_one_way() -> None:
     found = profile("1x8xH100", model={"lora_rank": 8}).workers["learner"]
     bytes_of = {one.layout: one.state_bytes for one in found}

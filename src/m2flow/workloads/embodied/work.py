@@ -16,6 +16,8 @@ from m2flow.flow.worker import ONE_LANE
 from m2flow.models.shape import WEIGHT_BYTES
 from m2flow.models.work import (
     ADAM_BYTES,
+    FORWARD_AND_BACKWARD,
+    FROZEN_FORWARD_AND_BACKWARD,
     GRADIENT_BYTES,
     LAYER_CHANNELS,
     LAYER_HIDDEN,
@@ -328,8 +330,8 @@ class EmbodiedRecipeWork:
             turns = steps * rollouts / recipe.rollouts_per_step
         if self.body is None:
             return Work(seconds=CALL_SECONDS + turns * SMALL_TURN_SECONDS[recipe.policy.kind])
-        # A backward pass to activations and to weights; of frozen weights there is none.
-        passes = 1.0 + (1.0 if recipe.policy.lora_rank else 2.0)
+        frozen = recipe.policy.lora_rank > 0
+        passes = FROZEN_FORWARD_AND_BACKWARD if frozen else FORWARD_AND_BACKWARD
         passes += RECOMPUTED_FORWARD if self._again else 0.0
         flops = turns * passes * self.body.forward_flops()
         rounds = turns / recipe.update.turns_per_microbatch

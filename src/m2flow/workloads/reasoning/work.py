@@ -288,7 +288,13 @@ class RecipeWork:
         section = self.recipe.model
         if section.lora_publish == "merged":
             return float(self.model.weight_bytes)
-        return float(self._trained_number * self.model.adapter_parameters(section.lora_rank))
+        return float(self._trained_number * (self._adapters or 0))
+
+    @property
+    def _adapters(self) -> int | None:
+        """Count the parameters of adapters; None where the model itself is trained."""
+        rank = self.recipe.model.lora_rank
+        return self.model.adapter_parameters(rank) if rank else None
 
     @property
     def _trained_number(self) -> int:
@@ -396,8 +402,8 @@ class RecipeWork:
         training = self.recipe.training
         moments_8bit, masters = training.moments == "8bit", training.rounding == "nearest"
         trained = trained_bytes(self._trained_number, moments_8bit=moments_8bit, masters=masters)
-        if "train" in methods and (rank := self.recipe.model.lora_rank):
-            adapters = self.model.adapter_parameters(rank) / self.model.parameters
+        if "train" in methods and self._adapters is not None:
+            adapters = self._adapters / self.model.parameters
             # Divided as what they stand on, or nearly so.
             each = {**each, "adapters and their optimizer": sum(trained.values()) * adapters}
         elif "train" in methods:
@@ -526,7 +532,10 @@ class RecipeWork:
 
     def _gradient(self, division: Division, count: int) -> Work:
         size = self._microbatch(self._at_a_time)
-        return training_pass(self.model, self.answers, count, division, size, self._recomputes)
+        return training_pass(
+            self.model, self.answers, count, division, size, self._recomputes,
+            frozen=self._adapters is not None,
+        )  # fmt: skip
 
     def _finish(self, division: Division, replicas: int) -> Work:
         """Return the end of a mini-batch: its update, and all of it again in further epochs."""
@@ -538,8 +547,8 @@ class RecipeWork:
         return replace(update, then=(*update.then, epoch.times(again)))
 
     def _update(self, division: Division, replicas: int) -> Work:
-        work = update(self.model, division, replicas)
-        if not self.recipe.training.optimizer_on_host or self.recipe.model.lora_rank:
+        work = update(self.model, division, replicas, self._adapters)
+        if not self.recipe.training.optimizer_on_host or self._adapters is not None:
             return work
         moved = HOST_STEP_BYTES * lane_parameters(self.model, division)
         return replace(work, read_bytes=0.0, seconds=self.device.host_copy_seconds(moved))
