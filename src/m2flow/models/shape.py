@@ -52,6 +52,8 @@ class ModelShape:
         layer_extras: parameters of a layer beside its matrices: norms and biases.
         dense_layers: of a mixture, layers whose feed-forward block is dense.
         shared_intermediate: of a mixture, width of all experts together that work on every token.
+        outputs: of the head, where it is not over the vocabulary: one of a critic or a classifier,
+            whose head is never the embedding. 0: as many as the vocabulary has rows.
         latent_attention: whether keys and values come from a compressed state, as DeepSeek's do;
             sizes and operations are those of plain attention all the same.
     """
@@ -72,6 +74,7 @@ class ModelShape:
     dense_layers: int = 0
     shared_intermediate: int = 0
     latent_attention: bool = False
+    outputs: int = 0
 
     @property
     def mixtures(self) -> int:
@@ -90,13 +93,18 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Count every parameter that memory must hold."""
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return self._blocks(self.experts) + embeddings + self.hidden
+        return self._blocks(self.experts) + self.outer_parameters
+
+    @property
+    def outer_parameters(self) -> int:
+        """Count the parameters outside of the layers: embedding, last norm, and a head of its own."""
+        head = 0 if self.tied and not self.outputs else self.head_parameters
+        return self.vocabulary * self.hidden + self.hidden + head
 
     @property
     def active_parameters(self) -> int:
         """Count the parameters that work on one token, without the embedding's lookup."""
-        return self._blocks(self.experts_per_token) + (self.vocabulary + 1) * self.hidden
+        return self._blocks(self.experts_per_token) + self.head_parameters + self.hidden
 
     @property
     def shared_parameters(self) -> int:
@@ -106,7 +114,12 @@ class ModelShape:
     @property
     def head_parameters(self) -> int:
         """Count the parameters of the output projection."""
-        return self.vocabulary * self.hidden
+        return self.logits * self.hidden
+
+    @property
+    def logits(self) -> int:
+        """Count the numbers that the head gives for a token."""
+        return self.outputs or self.vocabulary
 
     @property
     def experts_of_a_token(self) -> int:

@@ -177,7 +177,7 @@ def moved_bytes(model: ModelShape) -> float:
     """
     numbers = BETWEEN_HIDDEN * model.hidden + BETWEEN_CHANNELS * model.intermediate
     layers = MOVED_AGAIN * WEIGHT_BYTES * model.layers * numbers
-    logits = LOGITS_MOVED * LOGIT_BYTES * model.vocabulary
+    logits = LOGITS_MOVED * LOGIT_BYTES * model.logits
     return (layers + logits) / model.forward_flops(1, 0)
 
 
@@ -374,7 +374,7 @@ def _exchanges(model: ModelShape, division: Division, tokens: float, times: int)
     wide = tokens * model.hidden * WEIGHT_BYTES
     if tp > 1:
         count = 2 * model.layers * times
-        logits = times * tokens * model.vocabulary * WEIGHT_BYTES * (tp - 1) / tp
+        logits = times * tokens * model.logits * WEIGHT_BYTES * (tp - 1) / tp
         yield Work(sent_bytes=count * ring_bytes(wide, tp) + logits, span=tp)
     if cp > 1:
         yield Work(sent_bytes=times * tokens * model.kv_bytes_per_token * (cp - 1) / cp, span=cp)
@@ -441,7 +441,7 @@ def training_parts(
     if cp > 1:
         of_lanes = cp * microbatch * model.kv_bytes_per_token * layers_kept / model.layers
         found["gathered keys and values"] = width * of_lanes
-    logits = min(microbatch * model.vocabulary, LOGITS_AT_A_TIME)
+    logits = min(microbatch * model.logits, LOGITS_AT_A_TIME)
     return {**found, "logits": float(LOGIT_BYTES * logits)}
 
 

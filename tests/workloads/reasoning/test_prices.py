@@ -12,6 +12,7 @@ from m2flow.models.shape import KNOWN_MODELS
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import parse_cluster
+from m2flow.plan.units import Items
 from m2flow.workloads.common.planning import flow_of
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.work import LATENT, prices
@@ -154,6 +155,22 @@ def test_further_epochs_take_mini_batches_again_where_they_end() -> None:
     minibatch = once.call(ReasoningRecipe().samples_per_minibatch)
     again = minibatch + once.finish_seconds(1)
     assert thrice.finish_seconds(1) == pytest.approx(once.finish_seconds(1) + 2 * again, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-7B"])
+def test_a_critic_has_one_output_in_the_place_of_the_head(name: str) -> None:
+    """Whether the policy's head is its embedding or not; and a critic has no adapters."""
+    model, ppo = KNOWN_MODELS[name], {"algorithm": {"name": "ppo"}}
+    found = profile("1x8xB200", name, **ppo, model={"lora_rank": 8}, minibatches=1)
+    head = 0 if model.tied else model.vocabulary * model.hidden
+    state = found.worker("critic", 1, "gpu", "one")
+    assert state is not None
+    assert state.state_bytes == pytest.approx(18 * (model.parameters - head + model.hidden), abs=18)
+    full = profile("1x8xB200", name, **ppo, minibatches=1)
+    critic, learner = (full.cost(f"{one}.train", "one", 1, "gpu") for one in ("critic", "learner"))
+    assert critic.call(512) < learner.call(512)
+    assert critic.working_bytes(Items(512)) < learner.working_bytes(Items(512))
+    assert found.cost("critic.train", "one", 1, "gpu").call(512) == critic.call(512)
 
 
 def test_adapters_take_less_time_than_all_weights() -> None:

@@ -85,6 +85,9 @@ CALL_SECONDS = 1e-3
 GROUP_SECONDS = 2e-6
 """Of an advantage, for each sample."""
 
+CRITIC = "critic"
+"""The worker that says what states are worth."""
+
 KEYS_AND_VALUES = "keys and values"
 
 RUNNING = (64, 128)
@@ -205,9 +208,6 @@ class JudgeWork:
 def judging_works(recipe: ReasoningRecipe, answers: Answers) -> dict[str, JudgeWork]:
     """Return the models that judge, by the name of their worker.
 
-    A classifier's head is no output layer over a vocabulary, so its work is that of a decoder with
-    a vocabulary of one.
-
     Raises:
         UserError: nobody knows the shape of one.
     """
@@ -215,7 +215,7 @@ def judging_works(recipe: ReasoningRecipe, answers: Answers) -> dict[str, JudgeW
     judge = recipe.judge
     if (path := recipe.reward_model.path) is not None:
         shape = judging_shape(path, "reward_model.path")
-        found["reward_model"] = JudgeWork(replace(shape, tied=True), answers)
+        found["reward_model"] = JudgeWork(replace(shape, outputs=1), answers)
     if judge.path is not None:
         asked = JUDGE_TEMPLATE_TOKENS + answers.prompt_tokens + answers.lengths.mean
         lengths = fit_lengths(
@@ -320,13 +320,24 @@ class RecipeWork:
                     tuple(self._again(one, share) for one in self._heads_divided()), size
                 )
             case "logprobs" | "values":
-                passing = [self._passing(one, self._at_a_time) for one in self._divisions()]
+                own = self._of_worker(node.worker)
+                passing = [own._passing(one, self._at_a_time) for one in own._divisions()]
                 return StageWork(tuple(passing), size)
             case "train":
-                return StageWork(tuple(map(self._training, self._divisions())), size)
+                own = self._of_worker(node.worker)
+                return StageWork(tuple(map(own._training, own._divisions())), size)
         scores = node.method in ("score", "score_again")
         each = score_seconds(self.recipe) if scores else GROUP_SECONDS
         return StageWork((LayoutWork(call=lambda n: Work(seconds=CALL_SECONDS + n * each)),))
+
+    def _of_worker(self, name: str | None) -> RecipeWork:
+        """Return the same of a worker that computes whole answers: a critic has the policy's body
+        with one output, and is trained in full."""
+        if name != CRITIC:
+            return self
+        full = self.recipe.model.model_copy(update={"lora_rank": 0})
+        recipe = self.recipe.model_copy(update={"model": full})
+        return replace(self, recipe=recipe, model=replace(self.model, outputs=1))
 
     def _of(self, judging: JudgeWork) -> RecipeWork:
         """Return the same of a model that judges, in the policy's place."""
@@ -336,7 +347,6 @@ class RecipeWork:
         own = self._of(judging)
         if judging.max_running:
             return own._drawing(size, judging.max_running, self.recipe.judge.cache_gb)
-        own = replace(own, model=replace(judging.model, vocabulary=1))
         at_a_time = self.recipe.reward_model.tokens_per_microbatch
         return StageWork(tuple(own._passing(one, at_a_time) for one in self._in_shards()), size)
 
@@ -395,6 +405,10 @@ class RecipeWork:
         methods = {node.method for node in graph.nodes if node.worker == name}
         if "generate" in methods:
             return self.generator(self._heads_divided())
+        return self._of_worker(name)._state(methods)
+
+    def _state(self, methods: set[str]) -> WorkerWork:
+        """Return the state of a worker with these methods, that computes whole answers."""
         if not methods & {"logprobs", "values", "train"}:
             return WorkerWork(())
         each: Mapping[str, float] = {"weights": self._trained_number}
