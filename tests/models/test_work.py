@@ -181,10 +181,11 @@ def test_an_update_sums_gradients_between_replicas() -> None:
 
 def test_state_and_activations() -> None:
     kept, again = (
-        training_bytes(QWEN, Division(fsdp=8), 4096, recomputes) for recomputes in (False, True)
+        training_bytes(QWEN, Division(fsdp=8), MICROBATCH, recomputes)
+        for recomputes in (False, True)
     )
     assert kept > 3 * again
-    assert training_bytes(QWEN, WHOLE, 4096, False) < kept, "nothing is gathered"
+    assert training_bytes(QWEN, WHOLE, MICROBATCH, False) < kept, "nothing is gathered"
 
 
 def test_the_fullest_rank_by_drawing() -> None:

@@ -427,8 +427,18 @@ def training_parts(
     microbatch: int,
     recomputes: bool,
     number_bytes: int = WEIGHT_BYTES,
+    gradients: bool = True,
 ) -> dict[str, float]:
-    """Return the same by what the bytes are for; arguments as of `training_bytes`."""
+    """Return the same by what the bytes are for.
+
+    Shards of what stands outside of the layers stay gathered through a pass, and the gradient of it
+    stands whole, before it is scattered and as it is.
+
+    Args:
+        model, division, microbatch, recomputes: as of `training_bytes`.
+        number_bytes: of a number that is computed with.
+        gradients: whether the weights have some; not where they are frozen, or nothing is trained.
+    """
     wide, tp, cp = microbatch * model.hidden, division.tp, division.cp
     width = number_bytes / WEIGHT_BYTES
     layer = UNDIVIDED_BYTES + (ACTIVATION_BYTES - UNDIVIDED_BYTES) / tp
@@ -437,7 +447,12 @@ def training_parts(
         kept, layers_kept = 2 * model.layers + layer, 1
     found = {"activations": width * kept * wide}
     if division.fsdp > 1:
-        found["gathered weights"] = 2 * number_bytes * model.parameters / tp / model.layers
+        outside = model.outer_parameters / tp
+        block = (model.parameters - model.outer_parameters) / tp / model.layers
+        whole = (2 if gradients else 1) * outside
+        found["gathered weights"] = number_bytes * (2 * block + whole)
+        if gradients:
+            found["scattered gradients"] = GRADIENT_BYTES * outside
     if cp > 1:
         of_lanes = cp * microbatch * model.kv_bytes_per_token * layers_kept / model.layers
         found["gathered keys and values"] = width * of_lanes

@@ -62,7 +62,9 @@ def test_a_7b_model_on_eight_lanes_of_80_gb() -> None:
     }  # 17.1 GB
     assert {what: round(size / 1e6) for what, size in learner.call.items()} == {
         "activations": 5_285,  # 16,384 tokens x 3,584 x (2 x 28 + 34) bytes
-        "gathered weights": 1_088,  # two layers of 28: 4 x 7.6 billion / 28
+        # Two layers of 28, and twice the embedding, last norm and head: weights and gradients.
+        "gathered weights": 5_292,  # 2 x (2 x 6,525,618,176 / 28 + 2 x 1,089,998,336)
+        "scattered gradients": 4_360,  # 4 x 1,089,998,336
         "logits": 805,  # 2^26 x 12 bytes
     }
     assert account.takes_turns, "15.2 + 17.1 GB of states, 42.4 GB of a call: more than 72"
@@ -73,6 +75,13 @@ def test_a_7b_model_on_eight_lanes_of_80_gb() -> None:
         spot = plan.placements[one.worker]
         assert spot.state_bytes == pytest.approx(one.state_bytes, abs=1), "what plans count with"
         assert spot.working_bytes == pytest.approx(one.call_bytes, abs=1)
+
+
+def test_shards_of_frozen_weights_have_no_gradients_that_stand_whole() -> None:
+    _, (account,) = account_of("model.lora_rank=16")
+    call = account.holdings[1].call
+    assert round(call["gathered weights"] / 1e6) == 3_112  # 2 x (2 x 6,525,618,176 / 28 + 1,089...)
+    assert "scattered gradients" not in call
 
 
 def test_an_optimizer_on_the_host_is_counted_there() -> None:

@@ -31,7 +31,8 @@ def test_layouts_are_those_that_m2flow_can_run() -> None:
         "one", "tp2", "tp4"
     }  # fmt: skip
     assert {cost.layout for cost in found.stage("learner.train").costs} == {
-        "fsdp2", "fsdp4", "fsdp8", "tp2", "tp2.fsdp2", "tp2.fsdp4", "tp4", "tp4.fsdp2"
+        # fsdp2: 68.5 GB of state, and embedding and head stay gathered, with gradients: 9.7 GB.
+        "fsdp4", "fsdp8", "tp2", "tp2.fsdp2", "tp2.fsdp4", "tp4", "tp4.fsdp2"
     }  # fmt: skip
     assert any("4 key-value heads cannot be divided by 8" in line for line in found.assumptions)
 
@@ -40,7 +41,7 @@ def test_layers_that_no_trainer_divides_by_heads_are_priced_in_no_such_layout(
     tmp_path: Path,
 ) -> None:
     fused = profile("1x8xH100", training={"fused_kernels": True})
-    whole = {"fsdp2", "fsdp4", "fsdp8"}
+    whole = {"fsdp4", "fsdp8"}
     assert {cost.layout for cost in fused.stage("learner.train").costs} == whole
     sizes = {"num_key_value_heads": 4, "num_attention_heads": 8, "vocab_size": 100}
     sizes |= {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -75,7 +76,8 @@ FOUR_THOUSAND = {"max_new_tokens": 4096}
 
 def test_activations_are_computed_again_as_the_run_will() -> None:
     """Answers of 16,384 tokens of a 7B model: 87 GB a lane in shards without, of the 72 there are;
-    lanes that divide the layers have room."""
+    lanes that divide the layers have room, four with 34 GB of state and 36 GB of activations if
+    they gather nothing, which takes 5 GB in tp2.fsdp2."""
     long = {"generation": {"max_new_tokens": 16_384}, "prompts_per_step": 64}
     recomputed, kept = (
         {
@@ -87,7 +89,7 @@ def test_activations_are_computed_again_as_the_run_will() -> None:
         for flag in (True, False)
     )
     assert {"fsdp4", "fsdp8"} <= recomputed
-    assert kept == {"tp2.fsdp2", "tp2.fsdp4", "tp4", "tp4.fsdp2"}
+    assert kept == {"tp2.fsdp4", "tp4", "tp4.fsdp2"}
     again, once = (
         profile(
             "1x8xB200", training={"gradient_checkpointing": flag}, generation=FOUR_THOUSAND

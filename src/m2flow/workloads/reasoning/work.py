@@ -522,7 +522,12 @@ class RecipeWork:
             layout_of(division, model),
             lambda n: forward_pass(model, self.answers, n, division, self._microbatch(size)),
             working_bytes=lambda n: training_parts(
-                model, division, self._packed(n, division, size), True, self._trained_number
+                model,
+                division,
+                self._packed(n, division, size),
+                True,
+                self._trained_number,
+                gradients=False,
             ),
         )
 
@@ -541,6 +546,7 @@ class RecipeWork:
                 self._packed(n, division, self._at_a_time),
                 self._recomputes,
                 self._trained_number,
+                gradients=self._adapters is None,
             ),
         )
 
