@@ -9,7 +9,7 @@ measured here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -28,11 +28,7 @@ weights, which are half of the backward pass."""
 RECOMPUTED_FORWARD = 1.0
 """Forward passes besides, where activations are computed again (Chen et al. 2016)."""
 
-MASTERS, MOMENTS = "float32 weights", "moments"
-
-HOSTED = (MASTERS, MOMENTS)
-"""What goes to host memory with the optimizer."""
-
+MASTERS, MOMENTS, GRADIENTS = "float32 weights", "moments", "gradients"
 
 EIGHT_BIT_BYTES = 1 + 4 / 256
 """Of a moment in 8 bits, in blocks of 256 with a scale of float32 (Dettmers et al. 2021)."""
@@ -50,9 +46,18 @@ def trained_bytes(
         masters: whether weights of 16 bits have a copy in single precision.
     """
     wide = max(4, number_bytes)
-    beside = {"gradients": wide, MOMENTS: 2 * (EIGHT_BIT_BYTES if moments_8bit else wide)}
+    beside = {GRADIENTS: wide, MOMENTS: 2 * (EIGHT_BIT_BYTES if moments_8bit else wide)}
     copied = {MASTERS: wide} if number_bytes < wide and masters else {}
     return {"weights": number_bytes, **copied, **beside}
+
+
+def on_host(each: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what stays on the device of `trained_bytes` where the optimizer is in host memory, and
+    what is there: moments, a copy of the weights, and one of the gradient that they are stepped by.
+    """
+    stays = {what: size for what, size in each.items() if what not in (MASTERS, MOMENTS)}
+    wide = each[GRADIENTS]
+    return stays, {MASTERS: wide, GRADIENTS: wide, MOMENTS: each[MOMENTS]}
 
 
 TRAINED_BYTES = sum(trained_bytes().values())
@@ -278,6 +283,15 @@ def _sums(model: ModelShape, tokens: float, lanes: int) -> tuple[float, int, flo
         return 0.0, 1, 0.0
     count = 2 * model.layers
     return count * ring_bytes(tokens * model.hidden * WEIGHT_BYTES, lanes), lanes, count
+
+
+def drawing_parameters(model: ModelShape, lanes: int) -> float:
+    """Return the parameters that each of `lanes` lanes keeps to generate.
+
+    m2flow's engine divides the layers alone: embedding, last norm and head are on every lane.
+    """
+    outside = model.outer_parameters
+    return outside + (model.parameters - outside) / lanes
 
 
 # Passes over whole answers: the model divided as a training layout says ---------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from m2flow.cli.deciding import Planning, Question
 from m2flow.engine.plan import Plan
-from m2flow.flow.worker import Layout
+from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.generation.prefixes import MAX_TOKENS
 from m2flow.plan import build_plan
 from m2flow.plan.account import LaneAccount, accounts, in_lines
@@ -29,15 +29,18 @@ TURNS = "more than the limit: states make way for each other"
 
 
 def account_of(
-    *words: str, cluster: str = "1x8xH100", learner: Layout = SHARDS, mode: str = "collocated"
+    *words: str,
+    cluster: str = "1x8xH100",
+    learner: Layout = SHARDS,
+    generator: Layout = ONE_LANE,
+    mode: str = "collocated",
 ) -> tuple[Plan, list[LaneAccount]]:
     recipe = read_recipe("qwen2.5-7b-grpo-math", words)
     graph, where = flow_of(recipe).trace(), parse_cluster(cluster)
     asked = prices(recipe, graph)
     profile = analytic_profile(graph, where, asked, recipe.items_per_step)
-    plan = build_plan(
-        mode, graph, lane_specs(where), recipe.items_per_step, layouts={"learner": learner}
-    )
+    layouts = {"learner": learner, "generator": generator}
+    plan = build_plan(mode, graph, lane_specs(where), recipe.items_per_step, layouts=layouts)
     plan = sized(plan, graph, profile, recipe.items_per_step)
     works = {kind: asked(device, where.lanes_of(kind)) for kind, device in where.kinds.items()}
     return plan, accounts(plan, graph, works, profile, recipe.items_per_step)
@@ -88,8 +91,13 @@ def test_an_optimizer_on_the_host_is_counted_there() -> None:
     _, (account,) = account_of("training.optimizer_on_host=true")
     _, learner = account.holdings
     assert sum(learner.state.values()) == pytest.approx(6 * PARAMETERS / 8)
-    assert sum(learner.hosted.values()) == pytest.approx(12 * PARAMETERS / 8)
-    assert account.host_bytes == pytest.approx(18 * PARAMETERS + 16 * PARAMETERS)
+    assert learner.hosted == {
+        "float32 weights": 4 * PARAMETERS / 8,
+        "gradients": 4 * PARAMETERS / 8,  # a copy of what adds up on the lane
+        "moments": 8 * PARAMETERS / 8,
+    }
+    # Beside them room for what is on the lanes, the learner's and eight whole generators'.
+    assert account.host_bytes == pytest.approx((16 + 6 + 16) * PARAMETERS)
 
 
 def test_moments_of_8_bits_and_weights_without_copies_are_counted_as_they_are() -> None:
@@ -100,6 +108,20 @@ def test_moments_of_8_bits_and_weights_without_copies_are_counted_as_they_are() 
         "gradients": 4 * PARAMETERS / 8,
         "moments": 2 * (1 + 4 / 256) * PARAMETERS / 8,
     }
+
+
+def test_an_optimizer_on_the_host_copies_weights_of_four_bytes_too() -> None:
+    _, (account,) = account_of("training.optimizer_on_host=true", "model.dtype=float32")
+    _, learner = account.holdings
+    assert sum(learner.state.values()) == pytest.approx(8 * PARAMETERS / 8)
+    assert sum(learner.hosted.values()) == pytest.approx(16 * PARAMETERS / 8)
+
+
+def test_a_generator_on_two_lanes_has_embedding_and_head_on_each() -> None:
+    _, (account,) = account_of(generator=Layout("tp2", 2))
+    outside = 2 * 152_064 * 3_584 + 3_584
+    size = 2 * (outside + (PARAMETERS - outside) / 2)
+    assert account.holdings[0].state == {"weights": pytest.approx(size)}
 
 
 def test_a_cache_that_is_said_is_the_cache_that_is_counted() -> None:

@@ -20,11 +20,12 @@ from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import WEIGHT_BYTES, ModelShape, read_model
 from m2flow.models.work import (
     HOST_STEP_BYTES,
-    HOSTED,
     decoding,
+    drawing_parameters,
     drawing_parts,
     forward_pass,
     lane_parameters,
+    on_host,
     prefill,
     trained_bytes,
     training_parts,
@@ -352,12 +353,14 @@ class RecipeWork:
 
     def _judging_state(self, judging: JudgeWork) -> WorkerWork:
         """Return the weights of a model that judges, in 16 bits."""
-        size = float(judging.model.weight_bytes)
+        model = judging.model
         if judging.max_running:
-            layouts = list(self._of(judging)._heads_divided())
+            divided = self._of(judging)._heads_divided()
+            kept = [(one, drawing_parameters(model, one.lanes)) for one in divided]
         else:
-            layouts = [layout_of(one, None) for one in self._in_shards()]
-        return WorkerWork([(one, {"weights": size / one.lanes}) for one in layouts])
+            shards = self._in_shards()
+            kept = [(layout_of(one, None), lane_parameters(model, one)) for one in shards]
+        return WorkerWork([(one, {"weights": WEIGHT_BYTES * count}) for one, count in kept])
 
     def _drawing(
         self,
@@ -423,8 +426,7 @@ class RecipeWork:
         elif "train" in methods:
             each = trained
             if training.optimizer_on_host:
-                hosted = {what: each[what] for what in HOSTED if what in each}
-                each = {what: size for what, size in each.items() if what not in hosted}
+                each, hosted = on_host(trained)
         divisions = list(self._divisions())
         return WorkerWork(
             [(layout_of(one, self.model), self._times(each, one)) for one in divisions],
@@ -479,8 +481,11 @@ class RecipeWork:
         """Return the state of the worker that generates, and what is published to it."""
         cache = self.reserved(self.recipe.generation.cache_gb) if self.caches_in_state else None
         cached = {} if cache is None else {KEYS_AND_VALUES: cache}
-        size = self.drawn_weight_bytes
-        states = [(one, {"weights": size / one.lanes, **cached}) for one in layouts]
+        each = self._drawn_number
+        states = [
+            (one, {"weights": each * drawing_parameters(self.model, one.lanes), **cached})
+            for one in layouts
+        ]
         return WorkerWork(states, self._published_bytes, dropped=tuple(cached))
 
     def _generating(
