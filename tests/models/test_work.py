@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import KNOWN_MODELS, WEIGHT_BYTES
 from m2flow.models.work import (
+    LOGITS_AT_A_TIME,
     RATES,
     Rates,
     decoding,
@@ -21,6 +22,7 @@ from m2flow.models.work import (
     prefill,
     ring_bytes,
     training_bytes,
+    training_parts,
     training_pass,
     update,
 )
@@ -186,6 +188,16 @@ def test_state_and_activations() -> None:
     )
     assert kept > 3 * again
     assert training_bytes(QWEN, WHOLE, MICROBATCH, False) < kept, "nothing is gathered"
+
+
+def test_logits_are_computed_in_pieces_by_plain_heads_alone() -> None:
+    """As `training.forward` does: of other architectures those of a micro-batch are there at once."""
+    other = replace(QWEN, model_type="granite")
+    plain, whole = (
+        training_parts(model, WHOLE, MICROBATCH, True)["logits"] for model in (QWEN, other)
+    )
+    assert plain == 12 * LOGITS_AT_A_TIME
+    assert whole == 12 * MICROBATCH * QWEN.vocabulary
 
 
 def test_the_fullest_rank_by_drawing() -> None:

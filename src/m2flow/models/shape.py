@@ -54,6 +54,7 @@ class ModelShape:
         shared_intermediate: of a mixture, width of all experts together that work on every token.
         outputs: of the head, where it is not over the vocabulary: one of a critic or a classifier,
             whose head is never the embedding. 0: as many as the vocabulary has rows.
+        model_type: as configurations have it.
         latent_attention: whether keys and values come from a compressed state, as DeepSeek's do;
             sizes and operations are those of plain attention all the same.
     """
@@ -75,6 +76,7 @@ class ModelShape:
     shared_intermediate: int = 0
     latent_attention: bool = False
     outputs: int = 0
+    model_type: str = ""
 
     @property
     def mixtures(self) -> int:
@@ -97,7 +99,7 @@ class ModelShape:
 
     @property
     def outer_parameters(self) -> int:
-        """Count the parameters outside of the layers: embedding, last norm, and a head of its own."""
+        """Count the parameters outside of the layers: embedding, last norm, own head."""
         head = 0 if self.tied and not self.outputs else self.head_parameters
         return self.vocabulary * self.hidden + self.hidden + head
 
@@ -229,6 +231,7 @@ def model_from_config(config: Mapping[str, Any], name: str = "model") -> ModelSh
         dense_layers=min(layers, int(config.get("first_k_dense_replace", 0))) if experts else 0,
         shared_intermediate=(shared or int(config.get("n_shared_experts", 0)) * width),
         latent_attention="kv_lora_rank" in config,
+        model_type=kind,
     )  # fmt: skip
 
 

@@ -111,6 +111,10 @@ they, their probabilities and those summed up."""
 LOGITS_AT_A_TIME = 1 << 26
 """Logits that a trainer has in memory at most; those of further tokens follow."""
 
+PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
+"""Architectures whose logits are the head's output, capped where their configuration says so.
+Others compute all logits at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -470,7 +474,9 @@ def training_parts(
     if cp > 1:
         of_lanes = cp * microbatch * model.kv_bytes_per_token * layers_kept / model.layers
         found["gathered keys and values"] = width * of_lanes
-    logits = min(microbatch * model.logits, LOGITS_AT_A_TIME)
+    logits = microbatch * model.logits
+    if model.model_type in PLAIN_HEADS:
+        logits = min(logits, LOGITS_AT_A_TIME)
     return {**found, "logits": float(LOGIT_BYTES * logits)}
 
 

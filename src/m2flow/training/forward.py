@@ -22,13 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from m2flow.algorithms.entropy import categorical_entropy
 from m2flow.models.device import sent
-from m2flow.models.work import LOGITS_AT_A_TIME
+from m2flow.models.work import LOGITS_AT_A_TIME, PLAIN_HEADS
 from m2flow.training.attention import packed_attention_on
 from m2flow.training.packing import Pack
-
-PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
-"""Architectures whose logits are the head's output, capped where their configuration says so.
-Others compute all logits at once."""
 
 CAPPED_HEADS = ("gemma2", "gemma3_text")
 """Architectures among `PLAIN_HEADS` whose configuration may have a cap."""
