@@ -191,7 +191,7 @@ def test_state_and_activations() -> None:
 
 
 def test_logits_are_computed_in_pieces_by_plain_heads_alone() -> None:
-    """As `training.forward` does: of other architectures those of a micro-batch are there at once."""
+    """As `training.forward` does: others compute those of a micro-batch at once."""
     other = replace(QWEN, model_type="granite")
     plain, whole = (
         training_parts(model, WHOLE, MICROBATCH, True)["logits"] for model in (QWEN, other)

@@ -76,6 +76,23 @@ def test_adapters_that_are_published_cost_less_than_a_model() -> None:
     assert published("model.lora_rank=16", "model.lora_publish=adapter") < whole / 20
 
 
+def test_turns_take_activations_and_logits_and_stay_on_one_lane() -> None:
+    from m2flow.plan.profile.clusters import parse_cluster
+
+    recipe = read_recipe(RECIPES / "qwen2.5-3b-grpo-search.yaml", [])
+    graph = WORKLOAD.flow(recipe).trace()  # type: ignore[arg-type]
+    pricer = WORKLOAD.prices(recipe, graph, Assumed(model="Qwen2.5-3B"))  # type: ignore[arg-type]
+    (device,) = parse_cluster("1x8xH100").kinds.values()
+    work = pricer(device, 8)
+    (turn,) = work.stages["generator.turn"].layouts
+    held = turn.working_bytes(64)
+    assert isinstance(held, dict)
+    assert held["keys and values"] == 40e9
+    assert held["activations"] == 8192 * 2 * (6 * 2048 + 3 * 11008)
+    assert held["logits"] == 28 * 64 * 151936
+    assert not any("generation on several lanes" in line for line in work.assumptions)
+
+
 @pytest.mark.parametrize("model", ["Qwen2.5-7B", "Qwen3-30B-A3B"])
 def test_layouts_are_those_of_the_model_that_is_planned(model: str) -> None:
     """They were checked against the recipe's own model, a tiny one where it names none."""

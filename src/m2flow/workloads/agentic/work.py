@@ -27,8 +27,9 @@ from m2flow.plan.profile.work import (
 )
 from m2flow.workloads.agentic.config import SMALL_TASKS, AgenticRecipe
 from m2flow.workloads.common.workload import Assumed
-from m2flow.workloads.reasoning.supported import divides_by_heads, shape_of
+from m2flow.workloads.reasoning.supported import divides_by_heads, is_divided, shape_of
 from m2flow.workloads.reasoning.work import (
+    BY_TRANSFORMERS,
     CALL_SECONDS,
     GROUP_SECONDS,
     KEYS_AND_VALUES,
@@ -110,10 +111,14 @@ def prices(recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
 
     if shape.latent_attention:
         told += (LATENT,)
+    source = assumed.model or recipe.model.path
+    divided = source is None or is_divided(source)
+    if not divided:
+        told += (BY_TRANSFORMERS,)
     by_heads = divides_by_heads(recipe, assumed.model)
 
     def work(device: Device, lanes: int) -> FlowWork:
-        base = RecipeWork(recipe, shape, answers, device, lanes, by_heads=by_heads)
+        base = RecipeWork(recipe, shape, answers, device, lanes, divided, by_heads=by_heads)
         return _with_turns(base.work(graph, told), base, graph, each)
 
     return work
@@ -151,7 +156,7 @@ def _stage(found: StageWork, node: StageNode, base: RecipeWork, turns: AssumedTu
         case "turn":
             drawing = LayoutWork(
                 call=lambda n: _turn(base, turns, n),
-                working_bytes=lambda n: {KEYS_AND_VALUES: _cache_bytes(base, n)},
+                working_bytes=lambda n: _turn_bytes(base, n),
             )
             return StageWork((drawing,), size, turns=_spread(turns.most))
         case "call":
@@ -164,14 +169,22 @@ def _stage(found: StageWork, node: StageNode, base: RecipeWork, turns: AssumedTu
     return found
 
 
-def _cache_bytes(base: RecipeWork, count: int) -> float:
+def _turn_bytes(base: RecipeWork, count: int) -> dict[str, float]:
+    """Bytes that one turn of so many trajectories takes beside the state."""
+    running = min(count, base.recipe.generation.max_running)
+    beside = base.drawing_beside(running, count * base.answers.tokens)
+    return {KEYS_AND_VALUES: _cache_bytes(base, count, sum(beside.values())), **beside}
+
+
+def _cache_bytes(base: RecipeWork, count: int, beside: float) -> float:
     """Bytes of keys and values of so many trajectories, beside the state; an engine with a budget
-    takes all of it."""
+    takes all of it, or what is left beside its state and so many bytes of its calls."""
     if base.caches_in_state:
         return 0.0
     reserved = base.reserved(base.recipe.generation.cache_gb)
     if reserved is not None:
-        return min(reserved, base.device.usable_bytes - base.drawn_weight_bytes)
+        left = base.device.usable_bytes - base.drawn_weight_bytes - beside
+        return max(0.0, min(reserved, left))
     running = min(count, base.recipe.generation.max_running)
     return running * base.answers.longest * base.token_bytes(1)
 

@@ -97,6 +97,8 @@ RUNNING = (64, 128)
 QUANTILES = 129
 """Of answer lengths; the last of them still tells cut answers from long ones."""
 
+BY_TRANSFORMERS = "transformers' own forward pass costs what the native engine's would"
+
 LATENT = "attention of keys and values from a compressed state costs what plain attention would"
 
 DECODING = "decoding steps of captured graphs, whose scheduling and sampling take no time"
@@ -141,7 +143,7 @@ def prices(
     source = model or recipe.model.path
     divided = source is None or is_divided(str(source))
     if not divided:
-        assumed += ("transformers' own forward pass costs what the native engine's would",)
+        assumed += (BY_TRANSFORMERS,)
     divided = divided and ENGINES[recipe.generation.engine].divides
     by_heads = divides_by_heads(recipe, None if model is None else str(model))
     return lambda device, lanes: RecipeWork(
@@ -259,7 +261,8 @@ class RecipeWork:
         if self.device.kind == "gpu":
             assumed += (DECODING if self._captures else _not_yet(DECODING),)
             gangs = [one for one in self._heads_divided() if one.lanes > 1 and not one.obstacle()]
-            if self._captures and self.recipe.generation.engine == "native" and gangs:
+            streams = any(node.method == "generate" for node in graph.nodes)  # turns: on one lane
+            if streams and self._captures and self.recipe.generation.engine == "native" and gangs:
                 assumed += (_not_yet(f"{DECODING_TOGETHER} ({gangs[0].name} and more)"),)
         return FlowWork(stages, workers, self.model.name, assumed)
 
@@ -470,6 +473,17 @@ class RecipeWork:
             return 1e9 * cache_gb
         return CACHE_SHARE * self.device.memory_bytes if self.device.kind == "gpu" else None
 
+    def drawing_beside(self, running: int, read: float, lanes: int = 1) -> dict[str, float]:
+        """Return what generation takes beside state, keys and values.
+
+        Args:
+            running: requests that decode together.
+            read: tokens of prompts that come together.
+            lanes: of a replica.
+        """
+        together = min(PREFILL_TOKENS, math.ceil(read))
+        return drawing_parts(self.model, running, together, lanes, self._drawn_number)
+
     @property
     def caches_in_state(self) -> bool:
         """Whether generation's keys and values are a part of its worker's state: an engine of
@@ -503,9 +517,8 @@ class RecipeWork:
             in_state=in_state,
         )
         recipe = self.recipe
-        read = min(PREFILL_TOKENS, math.ceil(recipe.prompts_per_step * prompt))
         running = min(own, recipe.samples_per_step)
-        beside = drawing_parts(model, running, read, lanes, self._drawn_number)
+        beside = self.drawing_beside(running, recipe.prompts_per_step * prompt, lanes)
         return LayoutWork(layout, working_bytes=lambda _prompts: beside, rounds=rounds)
 
     @property
