@@ -22,7 +22,7 @@ FORWARD_AND_BACKWARD = 3.0
 """A backward pass is twice the work of a forward pass (Kaplan et al. 2020, section 2.1)."""
 
 FROZEN_FORWARD_AND_BACKWARD = 2.0
-"""The same of frozen weights: there are gradients of what goes into a product, and none of the
+"""Passes over frozen weights have gradients of what goes into a product, and none of the
 weights, which are half of the backward pass."""
 
 RECOMPUTED_FORWARD = 1.0
