@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from m2flow.errors import UserError
 from m2flow.tools.tool import ToolError, ToolFailed
 
-if TYPE_CHECKING:  # mcp brings it
+if TYPE_CHECKING:
     import anyio
 
 START_SECONDS = 30.0
