@@ -154,7 +154,10 @@ def test_closing_ends_a_process_that_is_in_a_call() -> None:
 
     thread = threading.Thread(target=hang)
     thread.start()
-    time.sleep(0.5)
+    deadline = time.monotonic() + 10
+    while tools["hang"]._servers._free:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     tools["hang"].close()
     thread.join(10)
     assert told == ["its tools have been closed"]

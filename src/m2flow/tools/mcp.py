@@ -15,7 +15,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -186,7 +186,8 @@ class Servers:
         """
         process = self._taken()
         try:
-            result = self._wait(process.call(tool, dict(arguments), seconds), seconds + END_SECONDS)
+            answer = process.ask(tool, dict(arguments), seconds, self._loop)
+            result = _waited(answer, seconds + END_SECONDS)
         except ToolError:
             self._give_back(process)
             raise
@@ -213,7 +214,7 @@ class Servers:
             process = _ServerProcess(self._command, self._env)
             self._all = [one for one in self._all if not one.ended.is_set()] + [process]
         asyncio.run_coroutine_threadsafe(process.run(), self._loop)
-        self._wait(_of(process.started), START_SECONDS)
+        _waited(process.started, START_SECONDS)
         return process
 
     def _give_back(self, process: _ServerProcess) -> None:
@@ -221,19 +222,16 @@ class Servers:
             if process in self._all:
                 self._free.append(process)
 
-    def _wait(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
-        try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(seconds)
-        except (TimeoutError, FutureTimeout):
-            raise ToolFailed(f"the server gave nothing within {seconds:g} s") from None
 
-
-async def _of(future: Future[T]) -> T:
-    return await asyncio.wrap_future(future)
+def _waited(future: Future[T], seconds: float) -> T:
+    try:
+        return future.result(seconds)
+    except (TimeoutError, FutureTimeout):
+        raise ToolFailed(f"the server gave nothing within {seconds:g} s") from None
 
 
 class _ServerProcess:
-    """One process of a server, which is talked to by one task of the loop.
+    """One process of a server, with one call at a time, which one task of the loop talks to.
 
     Attributes:
         started: done when the process has said which tools it has.
@@ -249,14 +247,21 @@ class _ServerProcess:
         self.started: Future[None] = Future()
         self.listed: Sequence[Any] = ()
         self.ended = threading.Event()
+        self._answer: Future[Any] = Future()
 
-    async def call(self, tool: str, arguments: dict[str, Any], seconds: float) -> Any:
-        """Ask the task; it ends the process where there is no answer."""
-        answer: Future[Any] = Future()
+    def ask(
+        self,
+        tool: str,
+        arguments: dict[str, Any],
+        seconds: float,
+        loop: asyncio.AbstractEventLoop,
+    ) -> Future[Any]:
+        """Ask the task, on its loop; it ends the process where there is no answer."""
+        answer = self._answer = Future()  # before the next line: whoever ends the process looks
         if self.ended.is_set():
             raise ToolFailed("the server has ended")
-        await self._asked.put((tool, arguments, seconds, answer))
-        return await asyncio.wrap_future(answer)
+        loop.call_soon_threadsafe(self._asked.put_nowait, (tool, arguments, seconds, answer))
+        return answer
 
     async def end(self) -> None:
         """Have the task end the process, whatever it waits for."""
@@ -275,7 +280,6 @@ class _ServerProcess:
         )
         with tempfile.TemporaryFile("w+") as errors:
             fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # to its end, also when it is cut
-            answer: Future[Any] | None = None
             why = "its tools have been closed"
             try:
                 with anyio.CancelScope() as self._running:
@@ -296,15 +300,14 @@ class _ServerProcess:
                                     if error.code != INVALID_PARAMS:
                                         raise
                                     answer.set_exception(ToolError(str(error)))
-                            answer = None
                             _cut(errors)
             except BaseException as error:
                 why = _told(error, errors)
             finally:
-                for waiting in (self.started, answer):
-                    if waiting is not None and not waiting.done():
-                        waiting.set_exception(ToolFailed(why))
                 self.ended.set()
+                for waiting in (self.started, self._answer):
+                    if not waiting.done():
+                        waiting.set_exception(ToolFailed(why))
 
 
 async def _listed(session: Any) -> list[Any]:
