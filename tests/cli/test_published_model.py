@@ -91,7 +91,7 @@ def check_account(out: str, limit: float) -> None:
     purposes = {name for indent, name, _ in rows if indent == 4}
     assert purposes == {
         "weights", "keys and values", "activations", "logits", "float32 weights", "gradients",
-        "moments", "gathered weights",
+        "moments", "gathered weights", "scattered gradients",
     }  # fmt: skip
     assert "more than the limit: it does not fit" not in out
 
