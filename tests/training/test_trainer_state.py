@@ -20,7 +20,7 @@ from m2flow.flow import Batch, Place
 from m2flow.runtime.transport.groups import LaneGroups
 from m2flow.runtime.weights.boxes import Box
 from m2flow.runtime.weights.manifest import Shard
-from m2flow.training import trainer_state
+from m2flow.training import checkpoint, trainer_state
 from m2flow.training.optimizer import SumOptimizer
 from m2flow.training.trainer_state import SavedState
 from m2flow.workloads.reasoning.config import ReasoningRecipe
@@ -200,7 +200,7 @@ def test_a_file_that_cannot_be_written_is_an_error(
 def test_a_folder_that_machines_do_not_share_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_state, "SECONDS_UNTIL_SEEN", 0.0)
+    monkeypatch.setattr(checkpoint, "SECONDS_UNTIL_SEEN", 0.0)
     (tmp_path / "mine").touch()
     trainer_state._wait_for(tmp_path, frozenset({"mine"}))
     with pytest.raises(UserError, match=r"not see what others have written: theirs.*share"):
@@ -212,14 +212,14 @@ def write_apart(groups: LaneGroups, folder: Path) -> str:
     gang = gang_of(groups, ((0, 1, 2, 3),))
     assert gang is not None
     rows = Shard(MATRIX[gang.rank : gang.rank + 1].clone(), Box((gang.rank, 0), (1, 5)), (4, 5))
-    usual, trainer_state.SECONDS_UNTIL_SEEN = trainer_state.SECONDS_UNTIL_SEEN, 0.0
+    usual, checkpoint.SECONDS_UNTIL_SEEN = checkpoint.SECONDS_UNTIL_SEEN, 0.0
     try:
         where = folder / "other" if gang.rank == 3 else folder / "first"
         trainer_state.write(where, {"m": rows}, gang.mesh().get_group("shard"))
     except UserError as error:
         return str(error)
     finally:
-        trainer_state.SECONDS_UNTIL_SEEN = usual
+        checkpoint.SECONDS_UNTIL_SEEN = usual
     return "nothing"
 
 

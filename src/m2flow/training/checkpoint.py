@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -115,12 +116,29 @@ def wait_until_seen(root: Path, step: int) -> None:
     Raises:
         UserError: it does not, as the machines do not share the folder.
     """
+    folder = folder_of(root, step)
+    wait_for(
+        lambda: "" if folder.is_dir() else "the checkpoint that was written", folder, "the launcher"
+    )
+
+
+def wait_for(missing: Callable[[], str], folder: Path, who: str) -> None:
+    """Wait until a process sees in a folder what others have written there.
+
+    Args:
+        missing: names something that it does not see; empty where it sees all.
+        folder: where it looks.
+        who: it is, in words.
+
+    Raises:
+        UserError: it does not within `SECONDS_UNTIL_SEEN`, as the machines do not share the folder.
+    """
     deadline = time.monotonic() + SECONDS_UNTIL_SEEN
-    while not folder_of(root, step).is_dir():
+    while what := missing():
         if time.monotonic() > deadline:
             raise UserError(
-                "the launcher does not see the checkpoint that was written",
-                key=str(folder_of(root, step)),
+                f"{who} does not see {what}",
+                key=str(folder),
                 expected="a folder that all machines share",
                 hint="name one by --run-dir",
             )

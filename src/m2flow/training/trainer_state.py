@@ -9,7 +9,6 @@ PyTorch's own format is one, and there is none here. Knows neither models nor op
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +48,7 @@ from torch.futures import Future
 
 from m2flow.errors import UserError
 from m2flow.runtime.weights.manifest import Shard
-from m2flow.training.checkpoint import SECONDS_UNTIL_SEEN
+from m2flow.training.checkpoint import wait_for
 
 FILE_BYTES = 1 << 28
 """How large a lane's files become, unless a tensor is larger: those that are written just then are
@@ -231,16 +230,11 @@ def _file_numbers(parts: Mapping[str, Shard]) -> dict[str, int]:
 
 
 def _wait_for(folder: Path, files: frozenset[str]) -> None:
-    deadline = time.monotonic() + SECONDS_UNTIL_SEEN
-    while missing := files - {path.name for path in folder.iterdir()}:
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"the first lane does not see what others have written: {min(missing)}",
-                key=str(folder),
-                expected="a folder that all machines share",
-                hint="name one by --run-dir",
-            )
-        time.sleep(0.5)
+    def missing() -> str:
+        name = min(files - {path.name for path in folder.iterdir()}, default="")
+        return name and f"what others have written: {name}"
+
+    wait_for(missing, folder, "the first lane")
 
 
 @contextmanager
