@@ -141,6 +141,22 @@ class Judge(Worker):
         return batch.with_columns(a=batch["y"] % 17)
 
 
+class HeldJudge(Judge):
+    """Gives the second step's points when the file "paused" is there, and not before."""
+
+    def __init__(self, death: Death) -> None:
+        super().__init__(death)
+        self.file = Path(death.folder) / "paused"
+
+    @stage
+    def score(self, batch: Batch) -> Batch:
+        deadline = time.monotonic() + 30
+        while int(batch["x"].min()) // ITEMS == 1 and not self.file.exists():
+            assert time.monotonic() < deadline, "nobody has paused"
+            time.sleep(0.01)
+        return super().score(batch)
+
+
 class RingedJudge(Judge):
     """Refers to itself; its file, named by its lane, is there as long as it is."""
 
@@ -390,7 +406,11 @@ def test_a_run_goes_on_from_a_replica_that_has_not_learnt_since_the_last_step(
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_steps_wait_for_a_snapshot_only_where_they_overlap(
-    staleness: int, pool: LanePool, monkeypatch: pytest.MonkeyPatch, undisturbed: list[Any]
+    staleness: int,
+    pool: LanePool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: list[Any],
 ) -> None:
     noted: list[str] = []
 
@@ -399,6 +419,8 @@ def test_steps_wait_for_a_snapshot_only_where_they_overlap(
 
         def note(self: Recovery, *args: Any) -> None:
             noted.append(name)
+            if name == "pause":
+                (tmp_path / "paused").touch()
             method(self, *args)
 
         monkeypatch.setattr(Recovery, name, note)
@@ -406,7 +428,9 @@ def test_steps_wait_for_a_snapshot_only_where_they_overlap(
     monkeypatch.setattr(recovery, "SHARE", math.inf)
     for name in ("pause", "begin", "keep"):
         noting(name)
-    with start(replace(APART, max_staleness=staleness), Death(), pool) as run:
+    chosen, death = replace(APART, max_staleness=staleness), Death(folder=str(tmp_path))
+    # the second step is in flight when the first one's result is given
+    with start(chosen, death, pool, judge=HeldJudge if staleness else Judge) as run:
         for result in run.steps(prompts(step) for step in range(STEPS)):
             assert run.worker_call("learner", "state") >= 0
             assert staleness or result.metrics == undisturbed[4 + result.step][2]
