@@ -21,7 +21,6 @@ from embodied_prices import ActionModel, Simulator
 from m2flow.models.lengths import Answers
 from m2flow.models.shape import WEIGHT_BYTES, ModelShape
 from m2flow.models.work import (
-    ACTIVATION_BYTES,
     ADAM_BYTES,
     FORWARD_AND_BACKWARD,
     LOGIT_BYTES,
@@ -35,6 +34,10 @@ from m2flow.models.work import (
 from m2flow.plan.profile.hardware import NETWORK_FRACTION, PCIE_FRACTION, Device
 from m2flow.plan.profile.streaming import finish_times
 from m2flow.plan.profile.work import Work
+
+ACTIVATION_BYTES = 34
+"""Of a layer, token and unit of width, without the attention scores, which fused kernels never
+store (Korthikanti et al. 2022, equation 1): those systems' own modules."""
 
 PAGEABLE_FRACTION = PCIE_FRACTION / 4.5
 """Copies from and to memory that is not pinned: DeepSpeed's change 5301 made copies of optimizer
@@ -97,9 +100,10 @@ class Parallel:
         sums = 2 * model.layers * ring_bytes(message, self.tensor)
         experts = 2 * model.layers * (self.expert - 1) / self.expert
         experts *= message * model.experts_per_token / self.tensor
+        everyone = self.expert * self.tensor
         wires = (
             Work(sent_bytes=rounds * sums, span=self.tensor),
-            Work(sent_bytes=rounds * experts, span=self.expert * self.tensor),
+            Work(sent_bytes=rounds * experts, span=everyone, apart=everyone),
         )
         seconds = sum(one.on(device) for one in (arithmetic, *wires))
         return fullest(replicas, each, answers.deviation) * seconds
@@ -110,7 +114,8 @@ class Parallel:
         return Work(
             read_bytes=2 * ADAM_BYTES * model.parameters / (held * self.lanes),
             sent_bytes=ring_bytes(model.weight_bytes / self.lanes, held),
-            span=held,
+            span=held * self.lanes,
+            apart=self.lanes,
         ).on(device)
 
     def state_bytes(self, model: ModelShape, lanes: int) -> float:

@@ -89,11 +89,10 @@ def auto() -> Table:
     """Whole runs under `auto` beside those under fixed modes."""
     rows = []
     for name, title in STEPS.items():
-        file = "auto_judged" if name == "judged" else "auto"
-        found = read(file)["results"][name]
+        found = read("auto")["results"][name]
         fixed = [median(found["seconds"][mode]) for mode in MODES]
         ratios = (
-            target(file, f"{name}: auto {words}")
+            target("auto", f"{name}: auto {words}")
             for words in (
                 "over the best mode, whole run",
                 "with a stored profile over the best mode, whole run",
@@ -358,11 +357,7 @@ def learning_embodied() -> Table:
 def in_short() -> Table:
     """What README says of all that."""
     shares = read("quickstart_modes")["results"]["against_eager"]
-    whole = [
-        target("auto_judged" if name == "judged" else "auto", f"{name}: auto over the best mode, "
-               "whole run")
-        for name in STEPS
-    ]  # fmt: skip
+    whole = [target("auto", f"{name}: auto over the best mode, whole run") for name in STEPS]
     alike = target("peers_trl", "addition: like for like, samples/s against TRL")
     rate = target("peers_trl", "addition: samples/s against TRL")
     plain = target("overhead", "samples/s of the flow against the plain loop")
@@ -537,10 +532,9 @@ SCRIPTS = {
 """What measures where that is no benchmark of the same name."""
 
 TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
-    "in_short": (in_short, ("quickstart_modes", "auto", "auto_judged", "peers_trl", "overhead",
-                            "start_up")),
+    "in_short": (in_short, ("quickstart_modes", "auto", "peers_trl", "overhead", "start_up")),
     "quickstart_modes": (quickstart_modes, ("quickstart_modes",)),
-    "auto": (auto, ("auto", "auto_judged")),
+    "auto": (auto, ("auto",)),
     "modes": (partial(modes, "modes", "modes_recipes"), ("modes", "modes_recipes")),
     "embodied": (partial(modes, "embodied"), ("embodied",)),
     "groups": (groups, ("embodied",)),

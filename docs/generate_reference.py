@@ -72,7 +72,10 @@ MEANING = {
     "judge.cache_gb": "as `generation.cache_gb`, for the judge",
     "prompts_per_step": "prompts of a step",
     "samples_per_prompt": "answers drawn for each prompt: a group",
-    "minibatches": "optimizer steps in a training step; samples are assigned by their index",
+    "minibatches": "optimizer steps in a training step",
+    "minibatch_order": "which samples the next mini-batch is made of: `index`, those whose number "
+    "is next, under every plan the same; `arrival`, those that are finished next, so that no "
+    "optimizer step waits for one long answer ([what that costs](../explanation/the-promise.md))",
     "max_staleness": "how many versions the weights that generate may lag behind; 0 is on-policy",
     "load_deadline_seconds": "longest that a lane may take to load one worker",
     "lane_restarts": "how often a lane whose process has ended is started again with fewer than "

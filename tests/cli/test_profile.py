@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,13 @@ def test_other_lanes_are_other_hardware() -> None:
     recipe = recipe_of({})
     fewer = differences(profile_key(recipe, LANES), profile_key(recipe, LANES[:1]))
     assert [text.split(" is ")[0] for text in fewer] == ["hardware.lanes"]
+
+
+def test_another_version_of_an_engine_is_another_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, versions = metadata.version, {"vllm": "0.31.0"}
+    monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or known(name))
+    recipe = recipe_of({})
+    before = profile_key(recipe, LANES)
+    versions["vllm"] = "0.32.0"
+    (told,) = differences(before, profile_key(recipe, LANES))
+    assert told.startswith("versions.vllm is ")

@@ -386,7 +386,7 @@ class Books:
 
     def _check_longest_first(self, node: StageNode, step: int, items: list[int]) -> None:
         """Of those that were ready and that an edge had room for, no longer one was left."""
-        if node.length is None or node.sticky:
+        if node.length is None or node.sticky or node.by_arrival:
             return
         size = unit_items(node, self.case.num_items)
         window = self.case.num_items * node.fanout // node.minibatches
@@ -506,11 +506,15 @@ class Books:
             self.staleness[step, max(lags)] += len(items)
 
     def _check_windows(self, node: StageNode, step: int, items: list[int]) -> None:
-        """Mini-batches by item index, one after the other, also from step to step."""
+        """Mini-batches by item index, or by arrival, one after the other, from step to step too."""
         total = self.case.num_items * node.fanout
         window_items = total // node.minibatches
-        for window in {item // window_items for item in items}:
-            self._check_window_over(node, step, window)
+        if node.by_arrival:
+            begun = len(self.leased.get((step, node.index), set()) | set(items))
+            self._check_window_over(node, step, (begun - 1) // window_items)
+        else:
+            for window in {item // window_items for item in items}:
+                self._check_window_over(node, step, window)
         assert not (node.accumulates and (step, node.index) in self.finishing)
         if self._learns(node.worker):
             for earlier in self.steps:
@@ -533,8 +537,11 @@ class Books:
         """Everything of this stage and step before a window has been folded in and finished."""
         size = self.case.num_items * node.fanout // node.minibatches
         done = self.done.get((step, node.index), set())
-        missing = set(range(window * size)) - done
-        assert not missing, f"{node.name} (step {step}): {missing} are of an earlier mini-batch"
+        if node.by_arrival:
+            assert len(done) >= window * size, f"{node.name} (step {step}): not full"
+        else:
+            missing = set(range(window * size)) - done
+            assert not missing, f"{node.name} (step {step}): {missing} are of an earlier mini-batch"
         if node.has_finish:
             assert self.finished.get((step, node.index), 0) >= window
 
@@ -545,7 +552,11 @@ class Books:
         assert command.minibatch == self.finished.get((step, node.index), 0)
         self.finishing.add((step, node.index))
         size = self.case.num_items * node.fanout // node.minibatches
+        if node.by_arrival:
+            leased, done = self.leased[step, node.index], self.done[step, node.index]
+            assert len(done) == (command.minibatch + 1) * size == len(done | leased)
         wanted = set(range(command.minibatch * size, (command.minibatch + 1) * size))
+        wanted = set() if node.by_arrival else wanted
         assert wanted <= self.done[step, node.index]
         assert wanted <= {
             i for i in self.leased[step, node.index] if i < (command.minibatch + 1) * size

@@ -334,8 +334,8 @@ class Toy:
                 continue
             if only is None or only == (fold.call.step, fold.call.node):
                 ledger = state.ledgers[fold.call.node]
-                size = ledger.num_items // ledger.node.minibatches
-                fold.items = [i for i in fold.items if i // size < ledger.window]
+                size = ledger.unit_items
+                fold.items = [i for i in fold.items if ledger.window_of(i // size) < ledger.window]
 
     def is_committed(self, fold: RunCall) -> bool:
         """Whether a lane has ended its part of the `finish` that a call's items are part of."""

@@ -209,7 +209,10 @@ def _add_stage(sketch: _Sketch) -> None:
         unit = sketch.draw(st.sampled_from(["item", "item", "group"])) if chain else "item"
         units = items // (chain[-1] if unit == "group" else 1)
         minibatches = sketch.draw(st.sampled_from([n for n in range(1, 7) if units % n == 0]))
-        spec = StageSpec(name, unit, accumulates=True, minibatches=minibatches)
+        by_arrival = (units + len(sketch.calls)) % 3 == 0
+        spec = StageSpec(
+            name, unit, accumulates=True, minibatches=minibatches, by_arrival=by_arrival
+        )
         finish = sketch.flag(0.8)
     elif kind == "group" and chain:
         spec = StageSpec(name, "group")

@@ -342,6 +342,15 @@ def test_a_step_that_returns_no_stream(result: object) -> None:
     assert type(result).__name__ in message
 
 
+def test_a_method_that_the_flow_does_not_have() -> None:
+    class Evaluated(Flow):
+        def evaluate(self, items: Stream) -> Stream:
+            return items
+
+    with pytest.raises(FlowError, match=r"no such method.*did you mean 'evaluate'"):
+        Evaluated().trace("evaluat")
+
+
 def test_a_step_without_stages() -> None:
     assert refused(lambda self, x: x) == "Toy.step: calls no stage on its items"
 
@@ -521,6 +530,7 @@ def nothing(b: Batch) -> Batch:
         ({"streaming": True, "accumulates": True}, "a stage cannot both stream its items on and"),
         ({"accumulates": True, "expands": 2}, "a stage that accumulates cannot expand"),
         ({"minibatches": 2}, "minibatches is declared, but the stage does not accumulate"),
+        ({"by_arrival": True}, "by_arrival is declared, but the stage does not accumulate"),
         ({"sticky": True, "unit": "group"}, "a sticky stage works on single items"),
         ({"sticky": True, "unit": "step"}, "a sticky stage works on single items"),
         ({"waits": True, "streaming": True}, "a stage that waits can neither stream"),
@@ -532,6 +542,35 @@ def test_declarations_that_contradict_each_other(declaration: dict[str, Any], re
     with pytest.raises(FlowError) as caught:
         stage(**declaration)(nothing)
     assert str(caught.value).startswith(f"nothing: {reason}")
+
+
+def test_who_fills_a_minibatch_comes_from_a_truth_value_keyword_or_attribute() -> None:
+    class Learner(Worker):
+        early = True
+
+        @stage(accumulates=True, by_arrival="early")
+        def train(self, b: Batch, **_: Any) -> Batch: ...
+
+        @stage(accumulates=True)
+        def teach(self, b: Batch) -> Batch: ...
+
+    class Trained(Flow):
+        learner: Learner
+
+        def step(self, items: Stream) -> Stream:
+            return self.learner.teach(self.learner.train(items))
+
+        def late(self, items: Stream) -> Stream:
+            return self.learner.train(items, early=False)
+
+        def odd(self, items: Stream) -> Stream:
+            return self.learner.train(items, early=1)
+
+    flow = Trained(learner=Learner())
+    assert [node.by_arrival for node in flow.trace().nodes] == [True, False]
+    assert [node.by_arrival for node in flow.trace("late").nodes] == [False]
+    with pytest.raises(FlowError, match="by_arrival='early' must be True or False"):
+        flow.trace("odd")
 
 
 def test_finish_needs_a_stage_that_accumulates() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from m2flow.models.lengths import Answers, fit_lengths
-from m2flow.models.shape import KNOWN_MODELS, WEIGHT_BYTES
+from m2flow.models.shape import KNOWN_MODELS, WEIGHT_BYTES, model_from_config
 from m2flow.models.work import (
     LOGITS_AT_A_TIME,
     RATES,
@@ -19,6 +23,7 @@ from m2flow.models.work import (
     forward_pass,
     fullest,
     lane_parameters,
+    layer_activations,
     prefill,
     ring_bytes,
     training_bytes,
@@ -38,6 +43,8 @@ EVEN = Answers(0, fit_lengths(999.9, 1000))
 MICROBATCH = 16_384
 
 WHOLE = Division()
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 def test_decoding_is_bound_by_memory_and_prefill_by_arithmetic() -> None:
@@ -179,6 +186,54 @@ def test_an_update_sums_gradients_between_replicas() -> None:
     assert update(QWEN, Division(fsdp=2), 8).on(H100) > update(QWEN, Division(fsdp=2), 4).on(
         H100
     ), "past one machine"
+
+
+SMALL = {
+    "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "intermediate_size": 384, "vocab_size": 64,
+}  # fmt: skip
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("gemma", {}), ("gemma3_text", {}),
+     ("qwen3_moe", MIXTURE)],
+)  # fmt: skip
+def test_what_layers_keep_is_what_autograd_keeps(kind: str, more: dict[str, int]) -> None:
+    """Of transformers' modules in bfloat16: the storages that a forward pass leaves behind."""
+    tokens, found = 128, {}
+    for layers in (1, 3):
+        config = AutoConfig.for_model(kind, num_hidden_layers=layers, **{**SMALL, **more})
+        config._attn_implementation = "sdpa"
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        own = {t.data_ptr() for t in (*model.parameters(), *model.buffers())}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor, own: set[int] = own, kept: dict = kept) -> torch.Tensor:
+            if (at := tensor.untyped_storage().data_ptr()) not in own:
+                kept[at] = tensor  # which holds the storage, so that no other one is there
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
+        found[layers] = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / tokens
+    shape = model_from_config(config.to_dict(), kind)
+    assert layer_activations(shape) == pytest.approx((found[3] - found[1]) / 2, rel=0.05)
+
+
+def test_what_layers_keep_is_what_one_h200_showed() -> None:
+    """Packed answers of Qwen2.5-1.5B: more than with activations computed again.
+
+    `benchmarks/results/gpu/2026-11-26/training_first.json`, two answers a micro-batch.
+    """
+    measured = json.loads((RESULTS / "gpu/2026-11-26/training_first.json").read_text())["results"]
+    kept, again = (measured[way]["GB at most"] for way in ("activations kept", "computed again"))
+    priced = [
+        training_bytes(KNOWN_MODELS["Qwen2.5-1.5B"], WHOLE, 2 * (256 + 4096), recomputes) / 1e9
+        for recomputes in (False, True)
+    ]
+    assert priced[0] - priced[1] == pytest.approx(kept - again, rel=0.15)
 
 
 def test_state_and_activations() -> None:

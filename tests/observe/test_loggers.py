@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from m2flow.errors import UserError
 from m2flow.observe import loggers
-from m2flow.observe.loggers import SERVICES, Entry, check_services
+from m2flow.observe.loggers import SERVICES, Entry, MlflowLogger, check_services
 from m2flow.observe.metrics_log import MetricsLog
 from m2flow.observe.progress import Progress
 from m2flow.observe.run_directory import RunDirectory, read_document, read_metrics
@@ -90,6 +91,23 @@ def needs(package: str) -> pytest.MarkDecorator:
 def test_mlflow_reads_back_what_was_logged(tmp_path: Path) -> None:
     offline(tmp_path, WRITE.replace("SERVICE", "mlflow"))
     assert offline(tmp_path, READ_MLFLOW).splitlines() == ["FINISHED run", FOUR]
+
+
+def test_so_many_requests_to_mlflow_are_on_their_way_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, module = Mock(), Mock()
+    client.search_runs.return_value = []
+    module.MlflowClient.return_value = client
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    sent: list[Mock] = []
+    client.log_batch.side_effect = lambda *_, **__: sent.append(Mock()) or sent[-1]
+    log = MlflowLogger(Entry("id", "run", str(tmp_path), {}))
+    for step in range(loggers.MLFLOW_AHEAD + 5):
+        log.add(step, {"reward/mean": 1.0})
+    assert [one.wait.called for one in sent].count(True) == 5
+    log.close(failed=False)
+    assert all(one.wait.call_count == 1 for one in sent)
 
 
 @needs("trackio")

@@ -158,22 +158,28 @@ def test_a_stage_that_returns_something_wrong_is_named(
     fault: str, words: list[str], where: str, pool: LanePool
 ) -> None:
     settings = {"mode": "eager", "lanes": "cpu:1"} if where == "eager" else {"lanes": pool}
-    began = time.monotonic()
     with start(fault, **settings) as run, pytest.raises(UserError) as caught:
         run.step(items())
-    assert time.monotonic() - began < 5
     first = str(caught.value).splitlines()[0]
     assert all(word in first for word in words), first
 
 
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(self: LanePool, *_: object, **__: object) -> None:
+        raise AssertionError("lanes were started")
+
+    monkeypatch.setattr(LanePool, "__init__", started)
+
+
+@pytest.mark.usefixtures("nothing_starts")
 def test_lanes_that_overlap_are_refused_before_anything_starts() -> None:
     shared = (LaneSpec(0, cores=(0, 1)), LaneSpec(1, cores=(1,)))
-    began = time.monotonic()
     with pytest.raises(PlanError, match=r"lanes: lanes \[0, 1\] overlap on core 1"):
         start(mode="collocated", lanes=shared)
-    assert time.monotonic() - began < 1
 
 
+@pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(
     ("spots", "words"),
     [
@@ -186,10 +192,8 @@ def test_gangs_that_cannot_work_together_are_refused_before_anything_starts(
 ) -> None:
     placements = {worker: Placement(gangs) for worker, gangs in spots.items()}
     plan = Plan("custom", tuple(map(LaneSpec, range(3))), placements)
-    began = time.monotonic()
     with pytest.raises(PlanError, match=words):
         start(mode="collocated", plan=plan)
-    assert time.monotonic() - began < 1
 
 
 def test_a_worker_that_cannot_load_ends_the_lanes_at_once(tmp_path: Path) -> None:
@@ -197,11 +201,11 @@ def test_a_worker_that_cannot_load_ends_the_lanes_at_once(tmp_path: Path) -> Non
     began = time.monotonic()
     with pytest.raises(FileNotFoundError, match="no model here") as caught:
         start("load", "slow load", tmp_path)
-    assert time.monotonic() - began < 15, "most of it is the start of the lanes"
+    assert time.monotonic() - began < 30, "most of it is the start of the lanes"
     assert "On lane 0:" in "\n".join(caught.value.__notes__)
     processes = [int(path.name) for path in tmp_path.iterdir()]
     assert len(processes) == 2
-    wait_for(lambda: not any(map(alive, processes)), 5)
+    wait_for(lambda: not any(map(alive, processes)), 30)
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -227,7 +231,7 @@ def test_a_lane_that_is_lost_while_another_waits_for_it_is_on_top(tmp_path: Path
         with pytest.raises(RunFailed) as caught:
             run.step(items())
         killer.join()
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 30, "far below the deadline of a call"
     assert str(caught.value).startswith("lane 0 was lost: ")
     assert "it held maker" in str(caught.value)
     assert left_over(name) == []
@@ -324,7 +328,7 @@ def test_after_a_whole_group_was_killed_the_next_pool_clears_up(tmp_path: Path) 
                     process.send_signal(number)
         launcher.wait()
     try:
-        wait_for(lambda: not any(alive(process.pid) for process in group), 10)
+        wait_for(lambda: not any(alive(process.pid) for process in group), 30)
         left = sorted(path.name for path in Path(temporary).glob("m2flow-*"))
         assert [one for one in left if "ray" not in one] == [name, f"{name}.lock"]
         assert len(left) == 4
@@ -365,7 +369,7 @@ def test_lanes_end_when_their_launcher_is_killed(
             monkeypatch.setattr(tempfile, "tempdir", temporary)
             clear_up()
             assert not left_over(name, temporary)
-        wait_for(lambda: not any(alive(int(process)) for process in processes), 5)
-        wait_for(lambda: not left_over(name, temporary), 5)
+        wait_for(lambda: not any(alive(int(process)) for process in processes), 30)
+        wait_for(lambda: not left_over(name, temporary), 30)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

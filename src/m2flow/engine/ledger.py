@@ -12,7 +12,7 @@ Memory is a byte for each unit, and where a unit needs several arrivals one for 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from m2flow.engine.directory import ANYWHERE, Homes
 from m2flow.engine.ready import LongestFirst, LowestFirst
@@ -26,7 +26,9 @@ class StageLedger:
     """Items of one stage in one step, counted in the stage's input space.
 
     A *unit* is the smallest set of items a call may take (item, group or step). A *window* is a
-    mini-batch: units of a later window are not leased before the current one is finished.
+    mini-batch: units of a later window are not leased before the current one is finished. Units
+    fill the windows by their number or, if the stage says so, as they become ready for the first
+    time; they stay in their window, whatever is lost.
 
     Args:
         node: the stage.
@@ -56,6 +58,7 @@ class StageLedger:
         "_ready",
         "_status",
         "_window_done",
+        "_window_of",
         "_window_units",
         "leased",
         "low",
@@ -87,6 +90,7 @@ class StageLedger:
         self._doers = array("i", [-1] * self.num_units if node.accumulates else ())
         self._window_units = self.num_units // node.minibatches
         self._window_done = 0
+        self._window_of: dict[int, int] | None = {} if node.by_arrival else None
         self._status = bytearray(self.num_units)
         needed = self.unit_items * len(node.inputs)
         several = needed > 1  # or the unit's status says whether its one item has arrived
@@ -133,7 +137,7 @@ class StageLedger:
     def _make_ready(self, units: Sequence[int]) -> None:
         """Queue units where they are to be worked on."""
         status, size, place = self._status, self.unit_items, self._place
-        window_units, num_ready = self._window_units, self._num_ready
+        num_ready = self._num_ready
         for unit in units:
             if self.sticky:
                 lane = self._homes.of(unit)
@@ -141,7 +145,7 @@ class StageLedger:
                 lane = ANYWHERE
             else:
                 lane = place(unit * size)
-            window = unit // window_units
+            window = self.window_of(unit)
             if window not in num_ready:
                 self._ready[window], num_ready[window] = {}, 0
             status[unit] = READY
@@ -149,6 +153,12 @@ class StageLedger:
             queues = self._ready[window]
             queue = queues.get(lane)
             (self._queue(queues, lane) if queue is None else queue).push(unit)
+
+    def window_of(self, unit: int) -> int:
+        """The window of a unit, which is the next one with room where none was said yet."""
+        if self._window_of is None:
+            return unit // self._window_units
+        return self._window_of.setdefault(unit, len(self._window_of) // self._window_units)
 
     def _queue(self, queues: dict[int, LowestFirst], lane: int) -> LowestFirst:
         if lane not in queues:
@@ -256,10 +266,11 @@ class StageLedger:
     def folded_by(self, replica: int) -> list[int]:
         """Units of the current window that are done, and that a replica has folded in."""
         first = self.window * self._window_units
+        units: Iterable[int] = range(first, min(first + self._window_units, len(self._doers)))
+        if self._window_of is not None:
+            units = sorted(unit for unit, at in self._window_of.items() if at == self.window)
         return [
-            unit
-            for unit in range(first, min(first + self._window_units, len(self._doers)))
-            if self._status[unit] == DONE and self._doers[unit] == replica
+            unit for unit in units if self._status[unit] == DONE and self._doers[unit] == replica
         ]
 
     @property
@@ -283,7 +294,7 @@ class StageLedger:
         """Take ready units out of the queues."""
         for unit in units:
             self._status[unit] = WAITING
-            self._num_ready[unit // self._window_units] -= 1
+            self._num_ready[self.window_of(unit)] -= 1
         for queues in self._ready.values() if units else ():
             for queue in queues.values():
                 queue.remove(units)
@@ -297,7 +308,7 @@ class StageLedger:
         assert self._status[unit] == DONE
         was_complete = self.complete
         if was_complete:
-            self.window, self._window_done = unit // self._window_units, self._window_units
+            self.window, self._window_done = self.window_of(unit), self._window_units
         self._window_done -= 1
         self._status[unit] = WAITING
         self.low = min(self.low, unit)

@@ -59,7 +59,9 @@ def whole_step_edges(
 ) -> set[tuple[int, int]]:
     """Edges that must hold a whole step, whatever their limit says, or the run could not end.
 
-    Such an edge leads to a stage that cannot go on before the edge's own producer is complete.
+    Such an edge leads to a stage that cannot go on before the edge's own producer is complete, or
+    away from a stage that fills its mini-batches by arrival: what is in the first one need not be
+    among the oldest items, for which alone the edge has room.
 
     Args:
         graph: the flow.
@@ -72,7 +74,8 @@ def whole_step_edges(
         if edge.max_bytes is not None
         or (edge.max_items or inf) < num_items * graph.nodes[consumer].fanout
     ]
-    whole: set[tuple[int, int]] = set()
+    whole = {edge for edge in limited if graph.nodes[edge[0]].by_arrival}
+    limited = [edge for edge in limited if edge not in whole]
     while True:
         for edge in reversed(limited):  # one that is far downstream may free those before it
             if edge[0] in _complete_before(graph, edge[1], limited):

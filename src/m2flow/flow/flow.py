@@ -68,8 +68,15 @@ class Flow:
                 belong to "step".
 
         Raises:
-            FlowError: the flow makes no sense, or looks at a Stream's content.
+            FlowError: the flow makes no sense, looks at a Stream's content, or has no such method.
         """
+        if not callable(getattr(self, method, None)):
+            methods = [name for name in dir(type(self)) if not name.startswith("_")]
+            raise FlowError(
+                "the flow has no such method",
+                key=f"{type(self).__name__}.{method}",
+                hint=suggestion(method, methods),
+            )
         _check_distinct(self.workers)
         trace = Recording(
             type(self).__name__, {id(worker): name for name, worker in self.workers.items()}

@@ -35,6 +35,7 @@ class StageNode:
         waits: whether its lane may do other work while a call goes on.
         options: keyword arguments of the call, constant over the run.
         length: the input column that says how long an item takes, or None.
+        by_arrival: whether mini-batches are made of items as they arrive, and not by their index.
     """
 
     index: int
@@ -55,6 +56,7 @@ class StageNode:
     options: Mapping[str, Any]
     length: str | None = None
     waits: bool = False
+    by_arrival: bool = False
 
     @property
     def is_function(self) -> bool:
@@ -149,7 +151,7 @@ class FlowGraph:
             traits = [f"unit={node.unit}"] if node.unit != "item" else []
             traits += [
                 name
-                for name in ("streaming", "accumulates", "sticky", "waits")
+                for name in ("streaming", "accumulates", "sticky", "waits", "by_arrival")
                 if getattr(node, name)
             ]
             traits += [f"expands={node.expands}"] if node.expands > 1 else []
@@ -264,6 +266,7 @@ def _node(
         sticky=spec.sticky,
         expands=expands,
         minibatches=call.stage.resolve(spec.minibatches, call.options, "minibatches"),
+        by_arrival=call.stage.resolve_truth(spec.by_arrival, call.options, "by_arrival"),
         fanout=_product(chain),
         group_size=chain[-1] if chain else 1,
         loop=call.loop,

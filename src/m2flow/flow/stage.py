@@ -35,6 +35,9 @@ class StageSpec:
             they may be run beside each other.
         minibatches: how many mini-batches a step is cut into by item index (accumulating stages
             only); a number, or a name as for `expands`.
+        by_arrival: whether each mini-batch is made of the next items to arrive, whichever these
+            are, and waits for none that takes long: what is learnt then depends on who was first.
+            A truth value, or a name as for `expands`.
         waits: works elsewhere for a while, such as in processes of its own; the lane may do other
             work meanwhile.
         length: a column of the input that says how long an item is expected to take, in any
@@ -49,6 +52,7 @@ class StageSpec:
     expands: int | str = 1
     sticky: bool = False
     minibatches: int | str = 1
+    by_arrival: bool | str = False
     waits: bool = False
     length: str | None = None
 
@@ -107,9 +111,7 @@ class BoundStage:
 
     def resolve(self, declared: int | str, options: dict[str, Any], what: str) -> int:
         """The number behind `expands` or `minibatches`: itself, an option, or an attribute."""
-        value: Any = declared
-        if isinstance(declared, str):
-            value = options.get(declared, getattr(self.owner, declared, None))
+        value = self._behind(declared, options)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise FlowError(
                 f"{what}={declared!r} must be a whole number of at least 1",
@@ -118,6 +120,23 @@ class BoundStage:
                 hint="give it as a keyword argument of the call or an attribute of the Worker",
             )
         return value
+
+    def resolve_truth(self, declared: bool | str, options: dict[str, Any], what: str) -> bool:
+        """The truth value behind `by_arrival`, found as `resolve` does."""
+        value = self._behind(declared, options)
+        if not isinstance(value, bool):
+            raise FlowError(
+                f"{what}={declared!r} must be True or False",
+                key=self.spec.name,
+                value=value,
+                hint="give it as a keyword argument of the call or an attribute of the Worker",
+            )
+        return value
+
+    def _behind(self, declared: Any, options: dict[str, Any]) -> Any:
+        if not isinstance(declared, str):
+            return declared
+        return options.get(declared, getattr(self.owner, declared, None))
 
 
 def _result(spec: StageSpec, returned: Any) -> Any:
@@ -143,6 +162,7 @@ class Declarations(TypedDict, total=False):
     expands: int | str
     sticky: bool
     minibatches: int | str
+    by_arrival: bool | str
     waits: bool
     length: str | None
 
@@ -204,3 +224,5 @@ def _check(spec: StageSpec) -> None:
         refuse(f"length={spec.length!r} is not the name of a column")
     if spec.minibatches != 1 and not spec.accumulates:
         refuse("minibatches is declared, but the stage does not accumulate")
+    if spec.by_arrival is not False and not spec.accumulates:
+        refuse("by_arrival is declared, but the stage does not accumulate")

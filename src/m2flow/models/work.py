@@ -72,12 +72,19 @@ ADAM_BYTES = 16
 """Of a parameter, what an optimizer step reads, and writes again, with gradients of 16 bits
 (Rajbhandari et al. 2020, section 3.1)."""
 
-ACTIVATION_BYTES = 34
-"""Of a layer, token and unit of width, without the attention scores, which fused kernels never
-store (Korthikanti et al. 2022, equation 1). With recomputation 2 remain: the layer's input."""
+KEPT_BY_NORMS = {
+    "gemma": (10, 0), "gemma2": (18, 0), "gemma3_text": (18, 4), "qwen3": (8, 3),
+    "qwen3_moe": (8, 3),
+}  # fmt: skip
+"""Numbers of 16 bits that the norms of a layer keep of a token for the backward pass, by the type
+of a model: for each unit of width, and for each unit of queries and keys. `USUAL_NORMS` for others.
+A norm keeps what comes in, in single precision, the same brought to size 1, and what goes out."""
 
-UNDIVIDED_BYTES = 10
-"""Of `ACTIVATION_BYTES`, what tensor parallelism leaves on every lane (equation 2 there)."""
+USUAL_NORMS = (8, 0)
+
+KEPT_OF_CHANNELS, KEPT_OF_EXPERTS = 4, 2
+"""Numbers that a channel of the feed-forward block keeps: the gate, what the gate lets through, the
+other input, and their product; and a chosen expert for each unit of width: its input and output."""
 
 GRADIENT_BYTES = 4
 """Of a parameter's gradient."""
@@ -366,6 +373,7 @@ def _passes(
         read_bytes=walk.times * rounds * _read_bytes(model, tokens / rounds, division),
         sent_bytes=walk.rings * rounds * ring_bytes(weights, division.fsdp),
         span=division.lanes,
+        apart=division.lanes // division.fsdp,
         overlapped=True,  # FSDP gathers the next block while it computes one
         arithmetic=share,
         then=tuple(_exchanges(model, division, tokens, walk.times)),
@@ -398,7 +406,7 @@ def _exchanges(model: ModelShape, division: Division, tokens: float, times: int)
         yield Work(sent_bytes=times * tokens * model.kv_bytes_per_token * (cp - 1) / cp, span=cp)
     if ep > 1:
         there_and_back = 2 * model.mixtures * model.experts_per_token * wide
-        yield Work(sent_bytes=times * there_and_back * (ep - 1) / ep, span=ep)
+        yield Work(sent_bytes=times * there_and_back * (ep - 1) / ep, span=ep, apart=ep)
 
 
 def update(
@@ -417,14 +425,17 @@ def update(
     dense: float = model.parameters - (model.expert_parameters if division.ep > 1 else 0)
     if adapters is not None:  # on no experts
         own, dense = adapters / (division.fsdp * division.tp), adapters
-    terms = 0.0
-    if division.cp * division.ep > 1:
-        terms = ring_bytes(GRADIENT_BYTES * dense, division.cp * division.ep)
+    copies, terms = division.cp * division.ep, 0.0
+    if copies > 1:
+        terms = ring_bytes(GRADIENT_BYTES * dense, copies)
     return Work(
         read_bytes=2 * ADAM_BYTES * own,
         sent_bytes=ring_bytes(GRADIENT_BYTES * own, replicas),
         span=division.lanes * replicas,
-        then=(Work(sent_bytes=terms, span=division.lanes),) if terms else (),
+        apart=division.lanes,
+        then=(Work(sent_bytes=terms, span=division.lanes, apart=division.lanes // copies),)
+        if terms
+        else (),
     )
 
 
@@ -457,13 +468,13 @@ def training_parts(
         number_bytes: of a number that is computed with.
         gradients: whether the weights have some; not where they are frozen, or nothing is trained.
     """
-    wide, tp, cp = microbatch * model.hidden, division.tp, division.cp
+    tp, cp = division.tp, division.cp
     width = number_bytes / WEIGHT_BYTES
-    layer = UNDIVIDED_BYTES + (ACTIVATION_BYTES - UNDIVIDED_BYTES) / tp
+    layer = layer_activations(model, tp)
     kept, layers_kept = layer * model.layers, model.layers
-    if recomputes:
-        kept, layers_kept = 2 * model.layers + layer, 1
-    found = {"activations": width * kept * wide}
+    if recomputes:  # of all other layers what comes in
+        kept, layers_kept = WEIGHT_BYTES * model.hidden * model.layers + layer, 1
+    found = {"activations": width * kept * microbatch}
     if division.fsdp > 1:
         outside = model.outer_parameters / tp
         block = (model.parameters - model.outer_parameters) / tp / model.layers
@@ -478,6 +489,22 @@ def training_parts(
     if model.model_type in PLAIN_HEADS:
         logits = min(logits, LOGITS_AT_A_TIME)
     return {**found, "logits": float(LOGIT_BYTES * logits)}
+
+
+def layer_activations(model: ModelShape, lanes: int = 1) -> float:
+    """Return the bytes in 16 bits that a layer keeps of a token for its backward pass.
+
+    By transformers' modules, with attention by a fused kernel: it keeps queries, keys, values and
+    what it gives, and no scores.
+
+    Args:
+        lanes: that divide the layer by heads and channels; all that norms keep is on each.
+    """
+    of_width, of_heads = KEPT_BY_NORMS.get(model.model_type, USUAL_NORMS)
+    of_width += KEPT_OF_EXPERTS * model.experts_per_token
+    divided = (2 + of_heads) * (model.heads + model.kv_heads) * model.head_dim
+    divided += KEPT_OF_CHANNELS * model.channels_of_a_token
+    return WEIGHT_BYTES * (of_width * model.hidden + divided / lanes)
 
 
 def drawing_parts(

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,9 @@ PROJECT = "m2flow"
 
 MLFLOW_BATCH = 1000
 """The most figures that MLflow takes at once."""
+
+MLFLOW_AHEAD = 1000
+"""The most requests to MLflow that may be on their way."""
 
 
 class Logger(Protocol):
@@ -82,7 +86,7 @@ class MlflowLogger:
     def __init__(self, entry: Entry) -> None:
         mlflow = importlib.import_module("mlflow")
         self._metric, self._client = mlflow.entities.Metric, mlflow.MlflowClient()
-        self._sent: list[Any] = []
+        self._sent: deque[Any] = deque()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         known = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if known is None else known.experiment_id
@@ -102,11 +106,15 @@ class MlflowLogger:
         figures = [self._metric(key, value, now, step) for key, value in metrics.items()]
         for start in range(0, len(figures), MLFLOW_BATCH):
             part = figures[start : start + MLFLOW_BATCH]
+            self._await_all_but(MLFLOW_AHEAD - 1)
             self._sent.append(self._client.log_batch(self._run, metrics=part, synchronous=False))
 
+    def _await_all_but(self, most: int) -> None:
+        while len(self._sent) > most:  # the client gives up by itself: MLFLOW_HTTP_REQUEST_TIMEOUT
+            self._sent.popleft().wait()
+
     def close(self, failed: bool) -> None:
-        for sent in self._sent:
-            sent.wait()  # the client gives up by itself: MLFLOW_HTTP_REQUEST_TIMEOUT
+        self._await_all_but(0)
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
 
 

@@ -51,5 +51,7 @@ def _calls(plan: Plan, node: StageNode, num_items: int) -> str:
         f"{items} items, {len(replicas)} replica(s){gang}, "
         f"{-(-window // chunk) * node.minibatches} call(s) of {chunk} {node.unit}(s)"
     )
-    text += f", {node.minibatches} mini-batches" if node.minibatches > 1 else ""
+    if node.minibatches > 1:
+        filled = ", filled as items arrive" if node.by_arrival else ""
+        text += f", {node.minibatches} mini-batches{filled}"
     return text

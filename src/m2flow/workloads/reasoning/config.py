@@ -247,6 +247,7 @@ class ReasoningRecipe(common.Recipe):
     prompts_per_step: Count = 32
     samples_per_prompt: Count = 8
     minibatches: Count = 2
+    minibatch_order: Literal["index", "arrival"] = "index"
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     reward: Rewards = None

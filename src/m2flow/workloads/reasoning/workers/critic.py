@@ -53,7 +53,7 @@ class Critic(Trained):
         values = Ragged(found_T[~last_T], lengths)
         return samples.with_columns(values=values, beyond=beyond_B).only("values", "beyond")
 
-    @stage(accumulates=True, minibatches="minibatches")
+    @stage(accumulates=True, minibatches="minibatches", by_arrival="by_arrival")
     def train(self, samples: Batch) -> Batch:
         """Accumulates the gradient of these samples."""
         self.fold(samples, value_targets(samples))

@@ -50,7 +50,7 @@ class Learner(Trained):
         values = self.trainer.logprobs(token_pairs(samples)).cpu()
         return samples.with_columns(old_logprobs=Ragged(values, samples["completion_ids"].lengths))
 
-    @stage(accumulates=True, minibatches="minibatches")
+    @stage(accumulates=True, minibatches="minibatches", by_arrival="by_arrival")
     def train(self, samples: Batch) -> Batch:
         """Accumulates the gradient of these samples."""
         self.fold(samples, rollouts(samples, self._version))

@@ -47,6 +47,7 @@ class Trained(Divided):
     ) -> None:
         self.model, self.recipe, self.checkpoint = model, recipe, checkpoint
         self.minibatches = recipe.minibatches
+        self.by_arrival = recipe.minibatch_order == "arrival"
         self._folded: list[list[Any]] = [[]]  # of each mini-batch of the step, for more epochs
         self._found: list[dict[str, float]] = []  # of each optimizer step, where there are more
 
