@@ -93,9 +93,9 @@ class StepState:
     def _place(self, node: StageNode) -> Callable[[int], int]:
         """What tells a stage's ledger which lane holds an item of the stage's last input."""
         stream = node.inputs[-1]
-        if not self._loops_behind(node, stream):
+        if not (loops := self._loops_behind(node, stream)):
             return self.directory.homes(stream)
-        return lambda item: self.directory.home(self.maker(node, stream, item), item)
+        return lambda item: self.directory.home(_maker(loops, stream, item), item)
 
     # --- completeness -------------------------------------------------------------------------
 
@@ -135,9 +135,7 @@ class StepState:
 
     def maker(self, node: StageNode, stream: int, item: int) -> int:
         """Who made an item of a stream: its stage, or for a loop the member it came from."""
-        loops = self._loops_behind(node, stream)
-        made_by = (loop.came_from[item] for loop in loops if item in loop.came_from)
-        return next(made_by, stream)
+        return _maker(self._loops_behind(node, stream), stream, item)
 
     def _made_by(
         self, node: StageNode, stream: int, items: Sequence[int]
@@ -146,8 +144,9 @@ class StepState:
         if not self._looped[node.index]:
             return [(stream, items)]
         by_producer: dict[int, list[int]] = {}
+        loops = self._loops_behind(node, stream)
         for item in items:
-            by_producer.setdefault(self.maker(node, stream, item), []).append(item)
+            by_producer.setdefault(_maker(loops, stream, item), []).append(item)
         return list(by_producer.items())
 
     def _loops_behind(self, node: StageNode, stream: int) -> list[LoopState]:
@@ -214,6 +213,14 @@ class StepState:
     def readers(self, stream: int) -> list[StageLedger]:
         """Ledgers of the stages that read a stream."""
         return self._readers[stream]
+
+
+def _maker(loops: Sequence[LoopState], stream: int, item: int) -> int:
+    """The member that an item came from in the first of some loops that know it, or the stream."""
+    for loop in loops:
+        if (producer := loop.came_from.get(item)) is not None:
+            return producer
+    return stream
 
 
 def check_items(graph: FlowGraph, num_items: int) -> None:

@@ -92,7 +92,8 @@ class ProfileTiming(Timing):
             if self._stages[index].lengths and any(cost.round for cost in costs.values())
         }
         self._maker = cache(self._maker_of)
-        self._visits: dict[tuple[int, int, int], int] = {}
+        self._visits_left: dict[tuple[int, int, int], int] = {}
+        self._deviation = cache(self._deviation_of)
         self._price = cache(self._publish_price)
 
     def _costs_of(self, node: StageNode) -> dict[int, StageCost]:
@@ -146,18 +147,19 @@ class ProfileTiming(Timing):
         seconds = cost.call(Items(len(items)))
         if not cost.spread or not 0 < len(items) <= MANY_ITEMS:
             return seconds
-        above = sum(self._deviation(node, step, item) for item in items) / len(items)
+        above = sum(self._deviation(node.index, step, item) for item in items) / len(items)
         return seconds * max(LEAST_WEIGHT, 1.0 + cost.spread * above)
 
     def elsewhere(self, node: StageNode, lane: int) -> float:
         return self._costs[node.index][lane].elsewhere
 
-    def _deviation(self, node: StageNode, step: int, item: int) -> float:
+    def _deviation_of(self, index: int, step: int, item: int) -> float:
         """By how many standard deviations an input item takes more than the mean item.
 
         An item that descends from one with a length takes as much more as the item is longer: long
         answers come late, and take long in every later stage too.
         """
+        node = self.graph.nodes[index]
         maker, expands = self._maker(node.inputs[0])
         lengths = None if maker is None else self._stages[maker.index].lengths
         if maker is None or lengths is None or not lengths.deviation:
@@ -253,13 +255,18 @@ class ProfileTiming(Timing):
         """Items leave after as many visits of members as their turns say, halves of turns too."""
         assert node.loop is not None
         key = (node.loop, step, item)
-        made = self._visits.pop(key, 0) + 1
-        spec = self.graph.loops[node.loop]
+        left = self._visits_left.pop(key, None)
+        if left is None:
+            left = self._visits(node.loop, step, item)
+        if left == 1:
+            return True
+        self._visits_left[key] = left - 1
+        return False
+
+    def _visits(self, loop: int, step: int, item: int) -> int:
+        spec = self.graph.loops[loop]
         first = self.graph.nodes[spec.members[0]]
         turns, wanted = self._stages[first.index].turns, float(spec.max_turns or 1)
         if turns is not None:
             wanted = turns.at(self._drawn(TURNS, first, step, item))
-        if made >= max(1, round(wanted * len(spec.members))):
-            return True
-        self._visits[key] = made
-        return False
+        return max(1, round(wanted * len(spec.members)))
