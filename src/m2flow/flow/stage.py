@@ -113,25 +113,19 @@ class BoundStage:
         """The number behind `expands` or `minibatches`: itself, an option, or an attribute."""
         value = self._behind(declared, options)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise FlowError(
-                f"{what}={declared!r} must be a whole number of at least 1",
-                key=self.spec.name,
-                value=value,
-                hint="give it as a keyword argument of the call or an attribute of the Worker",
-            )
+            raise self._refused(f"{what}={declared!r} must be a whole number of at least 1", value)
         return value
 
     def resolve_truth(self, declared: bool | str, options: dict[str, Any], what: str) -> bool:
         """The truth value behind `by_arrival`, found as `resolve` does."""
         value = self._behind(declared, options)
         if not isinstance(value, bool):
-            raise FlowError(
-                f"{what}={declared!r} must be True or False",
-                key=self.spec.name,
-                value=value,
-                hint="give it as a keyword argument of the call or an attribute of the Worker",
-            )
+            raise self._refused(f"{what}={declared!r} must be True or False", value)
         return value
+
+    def _refused(self, why: str, value: Any) -> FlowError:
+        hint = "give it as a keyword argument of the call or an attribute of the Worker"
+        return FlowError(why, key=self.spec.name, value=value, hint=hint)
 
     def _behind(self, declared: Any, options: dict[str, Any]) -> Any:
         if not isinstance(declared, str):
