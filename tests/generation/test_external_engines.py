@@ -454,7 +454,7 @@ def test_it_ends_with_its_owner(folder: Path, monkeypatch: pytest.MonkeyPatch) -
             assert imported == "False", "the owner's process never imports it"
         finally:
             owner.kill()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 10
         while is_running(int(pid)):
             assert time.monotonic() < deadline
             time.sleep(0.05)

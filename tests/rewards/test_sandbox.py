@@ -43,7 +43,7 @@ elif not WORKING:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sandbox, "find_way", lambda: request.param)
     yield
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 5
     while left := [line for line in processes() if "program.py" in line]:
         assert time.monotonic() < deadline, left
 
@@ -146,7 +146,7 @@ def test_an_endless_program_is_killed() -> None:
     started = time.monotonic()
     outcome = refused("while True: pass", replace(QUICK, seconds=1.0))
     assert (outcome.exit_code, outcome.why) == (None, "did not end within 1 s")
-    assert time.monotonic() - started < 60, "and not for ever"
+    assert time.monotonic() - started < 10
 
 
 def test_cpu_seconds_are_limited() -> None:
@@ -347,7 +347,7 @@ while True:
 """
     begun = time.monotonic()
     refused(source)
-    assert time.monotonic() - begun < 12 * QUICK.seconds, "and not for ever"
+    assert time.monotonic() - begun < 4 * QUICK.seconds
 
 
 def test_a_program_that_sleeps_is_gone_when_its_time_is_over() -> None:
@@ -381,7 +381,7 @@ threading.Thread(target=os.execv, args=("/bin/sleep", {command.split()})).start(
 time.sleep(30)
 """
     refused(source, replace(QUICK, seconds=1.0))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 5
     while (left := process_ids(command)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for process_id in left:

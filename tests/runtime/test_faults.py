@@ -158,8 +158,10 @@ def test_a_stage_that_returns_something_wrong_is_named(
     fault: str, words: list[str], where: str, pool: LanePool
 ) -> None:
     settings = {"mode": "eager", "lanes": "cpu:1"} if where == "eager" else {"lanes": pool}
+    began = time.monotonic()
     with start(fault, **settings) as run, pytest.raises(UserError) as caught:
         run.step(items())
+    assert time.monotonic() - began < 5
     first = str(caught.value).splitlines()[0]
     assert all(word in first for word in words), first
 
@@ -201,11 +203,11 @@ def test_a_worker_that_cannot_load_ends_the_lanes_at_once(tmp_path: Path) -> Non
     began = time.monotonic()
     with pytest.raises(FileNotFoundError, match="no model here") as caught:
         start("load", "slow load", tmp_path)
-    assert time.monotonic() - began < 30, "most of it is the start of the lanes"
+    assert time.monotonic() - began < 15, "most of it is the start of the lanes"
     assert "On lane 0:" in "\n".join(caught.value.__notes__)
     processes = [int(path.name) for path in tmp_path.iterdir()]
     assert len(processes) == 2
-    wait_for(lambda: not any(map(alive, processes)), 30)
+    wait_for(lambda: not any(map(alive, processes)), 5)
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ def test_a_lane_that_is_lost_while_another_waits_for_it_is_on_top(tmp_path: Path
         with pytest.raises(RunFailed) as caught:
             run.step(items())
         killer.join()
-        assert time.monotonic() - began < 30, "far below the deadline of a call"
+        assert time.monotonic() - began < 8
     assert str(caught.value).startswith("lane 0 was lost: ")
     assert "it held maker" in str(caught.value)
     assert left_over(name) == []
@@ -328,7 +330,7 @@ def test_after_a_whole_group_was_killed_the_next_pool_clears_up(tmp_path: Path) 
                     process.send_signal(number)
         launcher.wait()
     try:
-        wait_for(lambda: not any(alive(process.pid) for process in group), 30)
+        wait_for(lambda: not any(alive(process.pid) for process in group), 10)
         left = sorted(path.name for path in Path(temporary).glob("m2flow-*"))
         assert [one for one in left if "ray" not in one] == [name, f"{name}.lock"]
         assert len(left) == 4
@@ -369,7 +371,7 @@ def test_lanes_end_when_their_launcher_is_killed(
             monkeypatch.setattr(tempfile, "tempdir", temporary)
             clear_up()
             assert not left_over(name, temporary)
-        wait_for(lambda: not any(alive(int(process)) for process in processes), 30)
-        wait_for(lambda: not left_over(name, temporary), 30)
+        wait_for(lambda: not any(alive(int(process)) for process in processes), 5)
+        wait_for(lambda: not left_over(name, temporary), 5)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -101,9 +101,9 @@ def test_a_crash_ends_the_run_and_not_the_neighbour() -> None:
     with run:
         with pytest.raises(RunFailed) as caught:
             run.step(batch(100))
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 5
         assert alive(beside["process"])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 5
     while alive(beside["process"]):
         assert time.monotonic() < deadline
         time.sleep(0.02)

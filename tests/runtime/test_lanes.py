@@ -238,7 +238,7 @@ def test_a_run_may_bring_its_lanes_with_it(eager: list[StepResult]) -> None:
     ) as run:
         processes = [lane.process_id for lane in run._carrier.pool.addresses.values()]
         assert rows(run.step(prompts(0))) == rows(eager[0])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 5
     while any(Path(f"/proc/{process}").exists() for process in processes):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -342,7 +342,7 @@ def fail(run: Run) -> tuple[RunFailed, float]:
 def test_an_exception_in_a_stage_stops_the_run(tmp_path: Path, pool: LanePool) -> None:
     run = launch_fragile("raise", tmp_path, pool)
     error, seconds = fail(run)
-    assert seconds < 30
+    assert seconds < 5
     assert "fragile.score (step 1" in str(error)
     assert "failed on lane 1" in str(error)
     assert type(error.__cause__) is FileNotFoundError
@@ -357,7 +357,7 @@ def test_an_exception_in_a_stage_stops_the_run(tmp_path: Path, pool: LanePool) -
 
 def test_an_exception_that_cannot_travel_keeps_its_words(tmp_path: Path, pool: LanePool) -> None:
     error, seconds = fail(launch_fragile("raise what cannot travel", tmp_path, pool))
-    assert seconds < 30
+    assert seconds < 5
     assert "failed on lane 1" in str(error)
     assert "item 3 is bad" in str(error.__cause__)
     assert "TwoPartError: item 3 is bad" in "\n".join(error.__cause__.__notes__)
@@ -379,7 +379,7 @@ def lane_1_killed(run: Run, folder: Path) -> RunFailed:
     error, seconds = fail(run)
     killer.join()
     assert (folder / "1").exists(), "it was killed before its stage had begun"
-    assert seconds < 40
+    assert seconds < 20
     assert "lane 1 was lost" in str(error)
     return error
 
@@ -428,7 +428,7 @@ def test_a_lane_of_a_gang_that_is_killed_while_it_streams_is_named(tmp_path: Pat
 def test_a_call_past_its_deadline_is_named_with_those_who_wait(tmp_path: Path) -> None:
     error, seconds = fail(launch_fragile("sleep", tmp_path, deadline_seconds=2.0))
     assert (tmp_path / "1").exists()
-    assert 2 <= seconds < 30
+    assert 2 <= seconds < 10
     first, *account = str(error).splitlines()
     assert "fragile.score (step 1" in first
     assert "deadline of 2 s" in first

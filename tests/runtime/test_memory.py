@@ -251,7 +251,7 @@ def test_a_worker_that_cannot_be_moved_stops_the_run(fails_at: str, pool: LanePo
     start = time.monotonic()
     with pytest.raises((RunFailed, FileNotFoundError)) as caught:
         carry_out(flow, pool, STATE + (10 << 20))
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 5
     error = caught.value
     if fails_at == "onload":
         assert str(error).startswith("onload of two failed on lane 0")

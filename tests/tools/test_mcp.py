@@ -112,7 +112,7 @@ def test_what_does_not_start_is_said_in_one_line(options: dict[str, object], sai
 
 def left_of(command: str) -> list[str]:
     """Processes of a command line after some time; they are ended."""
-    words, deadline = ["ps", "-eww", "-o", "pid,args"], time.monotonic() + 30
+    words, deadline = ["ps", "-eww", "-o", "pid,args"], time.monotonic() + 5
     while True:
         said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
         left = [line.split()[0] for line in said.splitlines() if line.endswith(f" {command}")]
@@ -154,7 +154,7 @@ def test_closing_ends_a_process_that_is_in_a_call() -> None:
 
     thread = threading.Thread(target=hang)
     thread.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 10
     while tools["hang"]._servers._free:
         assert time.monotonic() < deadline
         time.sleep(0.01)

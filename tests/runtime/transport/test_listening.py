@@ -154,7 +154,7 @@ def test_a_handshake_that_drips_meets_its_own_deadline() -> None:
     started = time.monotonic()
     with pytest.raises(TimeoutError):
         prove(here, KEY, accepting=False, seconds=0.2)
-    assert time.monotonic() - started < 8, "below HANDSHAKE_SECONDS"
+    assert time.monotonic() - started < 2
     ended.set()
     thread.join()
     assert handshake.HANDSHAKE_SECONDS <= 10

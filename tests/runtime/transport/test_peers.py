@@ -20,7 +20,7 @@ import torch
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.transport.frame import Frame, FrameStream
-from m2flow.runtime.transport.handshake import HANDSHAKE_SECONDS, KeyRefused
+from m2flow.runtime.transport.handshake import KeyRefused
 from m2flow.runtime.transport.listening import ListenerAddress
 from m2flow.runtime.transport.peering import PeerAddress, PeerLost, TestPayload
 from m2flow.runtime.transport.peers import Peers
@@ -186,10 +186,12 @@ def test_a_timeout_leaves_the_peer_usable_and_nothing_held(
     server: PayloadServer, peers: Peers, pool: SharedPool
 ) -> None:
     kept = peers.fetch(server.address, "batch", timeout=5)
+    started = time.monotonic()
     with pytest.raises(TimeoutError, match="no answer about 'slow'"):
         peers.fetch(server.address, "slow", timeout=0.1)
+    assert time.monotonic() - started < 0.4
     assert peers.fetch(server.address, 2, timeout=5).tolist() == [2, 2]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 5
     time.sleep(0.6)  # by now the slow answer was made
     while pool.blocks_in_use() != 1:
         assert time.monotonic() < deadline, "the answer that nobody read is still held"
@@ -203,7 +205,7 @@ def test_a_peer_that_says_nothing_meets_the_timeout() -> None:
         started = time.monotonic()
         with pytest.raises(TimeoutError, match="did not answer in"):
             Peers("elsewhere", KEY).fetch(silent, 1, timeout=0.2)
-        assert time.monotonic() - started < HANDSHAKE_SECONDS, "its own timeout"
+        assert time.monotonic() - started < 1
 
 
 def test_a_message_that_drips_meets_the_deadline() -> None:
@@ -224,8 +226,10 @@ def test_a_message_that_drips_meets_the_deadline() -> None:
     thread = threading.Thread(target=drip)
     thread.start()
     receiver.deadline = receiver.clock() + 0.15
-    with pytest.raises(TimeoutError):  # or it would have come
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
         receiver.receive()
+    assert time.monotonic() - started < 1
     ended.set()
     thread.join()
     for one in (sending, inbox, dripping, receiving):
@@ -301,9 +305,7 @@ def start() -> Iterator[Any]:
         process.join()
 
 
-def test_a_killed_peer_is_lost_long_before_the_timeout(
-    start: Any, peers: Peers, far: Peers
-) -> None:
+def test_a_killed_peer_is_lost_within_a_second(start: Any, peers: Peers, far: Peers) -> None:
     process, pipe = start(hold=False)
     address = pipe.recv()
     kept = peers.fetch(address, "batch", timeout=5)
@@ -317,7 +319,7 @@ def test_a_killed_peer_is_lost_long_before_the_timeout(
             waiting.result(5)
         with pytest.raises(PeerLost):
             far.fetch(address, 1, timeout=30)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 1
     assert is_the_batch(kept), "what was read stays"
     assert sweep(f"m2flow-test-{process.pid}-") > 0
 
@@ -335,20 +337,16 @@ def test_what_a_killed_reader_held_comes_back(
     process.join()
     if not keep_connection:  # nobody heard: it is found dead when someone else comes
         Peers(None, KEY).fetch(server.address, 1, timeout=5)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 5
     while pool.blocks_in_use():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def test_the_first_use_of_a_pair_is_quick(start: Any, peers: Peers) -> None:
-    """No wait is a part of it: 5 ms on a machine with nothing else to do."""
-    seconds = []
-    while not seconds or (min(seconds) > 0.25 and len(seconds) < 5):
-        _, pipe = start(hold=False)
-        address = pipe.recv()
-        started = time.monotonic()
-        peers.fetch(address, 10, timeout=5)
-        seconds.append(time.monotonic() - started)
-        pipe.send("end")
-    assert min(seconds) < 0.25
+    _, pipe = start(hold=False)
+    address = pipe.recv()
+    started = time.monotonic()
+    peers.fetch(address, 10, timeout=5)
+    assert time.monotonic() - started < 0.25  # 5 ms on a machine with nothing else to do
+    pipe.send("end")

@@ -67,6 +67,6 @@ def test_measuring_a_node_and_a_cluster() -> None:
     taken = time.monotonic() - started
     assert table.costs["node"].keys() == {"stream", "shared"}
     assert table.costs["cluster"].keys() == {"stream"}
-    assert taken < 15  # 0.2 s on a machine with nothing else to do
+    assert taken < 3  # 0.2 s on a machine with nothing else to do
     for part in (peers, near, other, pool):
         part.close()

@@ -166,7 +166,7 @@ def test_planning_for_many_lanes_takes_little_time():
         )
         for lane in range(lanes)
     }
-    start = time.process_time()
+    start = time.perf_counter()
     plan = transfers(layouts, wanted_boxes(merged(layouts), None))
-    assert time.process_time() - start < 5.0
+    assert time.perf_counter() - start < 5.0
     assert len(plan) == lanes * names
