@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m2flow.algorithms.grpo import GRPOLoss
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch, Gang, Place, Ragged
 from m2flow.flow.worker import grid_of
-from m2flow.models.causal_lm import TinySpec, build_tiny
+from m2flow.models.causal_lm import TinySpec, build_tiny, load_model
+from m2flow.models.critic import load_critic
 from m2flow.models.tokenizer import character_tokenizer
 from m2flow.runtime.transport.groups import LaneGroups, lane_sets_of
 from m2flow.runtime.transport.wire import pack
@@ -30,9 +31,9 @@ from m2flow.training.optimizer import AdamWConfig, NotFinite, SumOptimizer
 from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig
 from m2flow.training.rollouts import TokenRollouts
 from m2flow.training.schedule import Schedule
-from m2flow.training.sharded import WHOLE, Shards, whole, whole_weights
+from m2flow.training.sharded import WHOLE, Shards, WholeModel, whole, whole_weights
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.workers import Learner, ModelSource, Reference
+from m2flow.workloads.reasoning.workers import Critic, Learner, ModelSource, Reference
 from tests.training.lane_processes import LaneProcesses
 from tests.training.tiny_policy import make_model, make_rollouts
 
@@ -379,6 +380,46 @@ def test_checkpoints_go_from_a_gang_to_one_lane_and_back(
     saved = lone.save_checkpoint(str(tmp_path / "lone"), 1, 1)
     for found in lanes(resumed_by_pair, saved, tmp_path)[:2]:
         assert_same(found, second)
+
+
+def saved_on(
+    groups: LaneGroups, kind: type[Learner | Critic], words: Any, folder: Path, root: Path, on: Any
+) -> dict[str, Tensor] | None:
+    """What a worker on some lanes of the world has written its part of a checkpoint of."""
+    if len(on) == 1:
+        place = Place(dist.get_rank(), spill=root) if dist.get_rank() in on else None
+    else:
+        place = place_on(groups, (on,), root)
+    if place is None:
+        return None
+    recipe = ReasoningRecipe.model_validate({**RECIPE, **words})
+    worker = kind(ModelSource(str(folder), "float64"), recipe)
+    worker.load(place)
+    worker.save_part(str(root), 1)
+    return worker.parameters()
+
+
+@pytest.mark.parametrize("on", [(1,), (2, 3)])
+@pytest.mark.parametrize("kind", [Learner, Critic])
+def test_lanes_that_are_not_the_first_of_the_world_write_the_model(
+    lanes: LaneProcesses, folder: Path, tmp_path: Path, kind: Any, on: Any
+) -> None:
+    """transformers wrote in the world's first process alone: `model/` held the tokenizer."""
+    words = {"algorithm": {"name": "ppo"}} if kind is Critic else {}
+    found = lanes(saved_on, kind, words, folder, tmp_path, on)
+    path = checkpoint.begin(tmp_path, 1) / kind.part / "model"
+    written = (load_critic if kind is Critic else load_model)(path, torch.float64).state_dict()
+    assert written.keys() == found[on[0]].keys()
+    assert all(tensor.equal(found[on[0]][name]) for name, tensor in written.items())
+
+
+def test_a_model_of_which_nothing_was_written_is_refused(tmp_path: Path) -> None:
+    class Silent:
+        def save_pretrained(self, save_directory: str, state_dict: Any) -> None:
+            Path(save_directory).mkdir()
+
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        checkpoint.write_model(tmp_path, WholeModel(Silent(), {}), None)
 
 
 def publish(learner: Learner) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.worker import Gang
+from m2flow.models.folder import checked_folder
 from m2flow.runtime.transport.groups import sum_over
 from m2flow.runtime.weights.manifest import Shard, describe
 from m2flow.training.context_parallel import ContextShard
@@ -375,8 +376,19 @@ class WholeModel:
     weights: dict[str, Tensor]
 
     def save_pretrained(self, save_directory: str) -> None:
-        """Write a folder in Hugging Face layout; not collective."""
-        self.model.save_pretrained(save_directory, state_dict=self.weights)
+        """Write a folder in Hugging Face layout; not collective.
+
+        transformers writes in the first process of the world alone, which this lane need not be.
+
+        Raises:
+            UserError: the configuration or weights are not there afterwards.
+        """
+        self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
+        try:
+            self.model.save_pretrained(save_directory, state_dict=self.weights)
+        finally:
+            del self.model.should_save_on_this_rank
+        checked_folder(save_directory)
 
 
 def _is_divided(tensor: Tensor) -> bool:

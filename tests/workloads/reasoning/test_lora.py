@@ -15,14 +15,15 @@ pytest.importorskip("peft", reason='needs the extra: pip install "m2flow[lora]"'
 
 from m2flow.errors import UserError
 from m2flow.flow import Place
-from m2flow.models.causal_lm import TinySpec, build_tiny
+from m2flow.models.causal_lm import TinySpec, build_tiny, load_model
 from m2flow.models.lora import Summed, adapted_layers, adapter_weights, add_lora, merged_weights
 from m2flow.models.shape import model_from_config
 from m2flow.runtime.transport.groups import LaneGroups
+from m2flow.training import checkpoint
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.workers import Learner, ModelSource
 from tests.training.lane_processes import LaneProcesses
-from tests.training.test_sharded import PAIR, place_on, stepped
+from tests.training.test_sharded import PAIR, place_on, saved_on, stepped
 from tests.training.tiny_policy import make_mixture
 
 RECIPE = {
@@ -206,6 +207,15 @@ def test_a_gang_trains_the_same_adapters(
     again = stepped(learner_at(folder, Place(spill=tmp_path), found[0][0]))
     for name, value in expected.items():
         torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_lane_that_is_not_the_first_of_the_world_writes_the_sum(
+    lanes: LaneProcesses, folder: Path, tmp_path: Path
+) -> None:
+    _, found = lanes(saved_on, Learner, RECIPE, folder, tmp_path, (1,))
+    written = load_model(checkpoint.begin(tmp_path, 1) / "model", torch.float64).state_dict()
+    assert written.keys() == found.keys()
+    assert all(tensor.equal(found[name]) for name, tensor in written.items())
 
 
 def steps_of_mixture(groups: LaneGroups, folder: Path, root: Path) -> Any:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from m2flow.engine.plan import Plan
+from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.flow import Place
 from m2flow.flow.graph import FlowGraph
+from m2flow.models.causal_lm import load_model
 from m2flow.plan import build_plan, parse_lanes
 from m2flow.runtime.driver.launch import launch
 from m2flow.training import trainer_state
@@ -122,6 +123,29 @@ def test_stopped_and_resumed(recipe: ReasoningRecipe, warmed: ModelSource, tmp_p
         assert value.equal(after.weights[name]), name
     assert any(not value.equal(before.weights[name]) for name, value in straight.weights.items())
     assert sum(metrics["grad_norm"] > 0 for metrics in straight.metrics) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("variant", ["quick start", "a critic"])
+def test_resumed_from_lanes_of_which_the_first_does_not_train(
+    variant: str, tiny_recipe: MakeRecipe, warmed: ModelSource, tmp_path: Path
+) -> None:
+    """All four join one world, and those that train are the last two."""
+    recipe = tiny_recipe(**VARIANTS[variant])
+    experiment = ReasoningExperiment(recipe, warmed)
+    flow, items = experiment.flow(None), recipe.prompts_per_step
+    lanes = [LaneSpec(number) for number in range(4)]
+    plan = build_plan("disaggregated", flow.trace(), lanes, items)
+    assert plan.placements["learner"].replicas == ((2,), (3,))
+    with launch(flow, items_per_step=items, plan=plan, num_threads=1) as run:
+        experiment.note(run.step(experiment.batch(0)))
+        experiment.save(run, tmp_path, 1)
+        weights = run.worker_call("learner", "parameters")
+    saved_to = tmp_path / "step_000001"
+    written = load_model(saved_to / "model").state_dict()
+    assert all(tensor.equal(weights[name]) for name, tensor in written.items())
+    assert stretch(recipe, warmed, tmp_path, 1, 2, saved_to).versions == [2]
 
 
 def test_a_critic_reads_no_state_but_its_own(
