@@ -38,7 +38,7 @@ from tests.training.test_sharded import (
     rollouts_of,
     stepped,
 )
-from tests.training.tiny_policy import make_mixture, make_model
+from tests.training.tiny_policy import make_mixture, make_model, make_narrow_router
 
 PAIR, FOUR, TWO_PAIRS = ((0, 1),), ((0, 1, 2, 3),), ((0, 1), (2, 3))
 
@@ -54,6 +54,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": make_model,
     "mixture": make_mixture,
     "narrow": lambda: make_model(torch.bfloat16),
+    "router": make_narrow_router,
+    "narrow, router": lambda: make_narrow_router(torch.bfloat16),
 }
 
 Run = tuple[list[dict[str, float]], list[dict[int, Tensor]], dict[str, Tensor], dict[str, Tensor]]
@@ -118,6 +120,7 @@ CASES = [
     ("tp2", PAIR, "dense", False),
     ("cp2", PAIR, "dense", False),
     ("ep2", PAIR, "mixture", True),
+    ("fsdp2", PAIR, "router", True),
     ("tp2.fsdp2", FOUR, "dense", True),
     pytest.param("tp2", TWO_PAIRS, "dense", True, marks=pytest.mark.slow),
     pytest.param("cp4", FOUR, "mixture", True, marks=pytest.mark.slow),
@@ -130,7 +133,7 @@ def test_a_layout_makes_the_steps_of_one_lane(
     lanes: LaneProcesses, layout: str, replicas: Any, model: str, lean: bool
 ) -> None:
     """A mixture's router computes in single precision, whatever the model's is."""
-    near = 1e-6 if model == "mixture" else 1e-9
+    near = 1e-9 if model == "dense" else 1e-6
     figures, logprobs, weights, state = run(None, None, model, False)
     found = [one for one in lanes(on_lanes, layout, replicas, model, lean) if one is not None]
     assert len(found) == sum(map(len, replicas))
@@ -150,21 +153,25 @@ def test_a_layout_makes_the_steps_of_one_lane(
 
 
 @pytest.mark.parametrize(
-    ("layout", "replicas"),
-    [("cp2", PAIR), pytest.param("tp2.fsdp2", FOUR, marks=pytest.mark.slow)],
+    ("layout", "replicas", "model"),
+    [
+        ("cp2", PAIR, "narrow"),
+        ("fsdp2", PAIR, "narrow, router"),
+        pytest.param("tp2.fsdp2", FOUR, "narrow", marks=pytest.mark.slow),
+    ],
 )
 def test_layouts_in_bfloat16_move_the_masters_alike(
-    lanes: LaneProcesses, layout: str, replicas: Any
+    lanes: LaneProcesses, layout: str, replicas: Any, model: str
 ) -> None:
     """Sums in another order round otherwise, and small gradients then change their sign."""
-    before = torch.cat([weight.flatten() for weight in MODELS["narrow"]().float().parameters()])
+    before = {f"master/{name}": x for name, x in MODELS[model]().float().named_parameters()}
 
     def moved(state: dict[str, Tensor]) -> Tensor:
-        masters = [x.flatten() for name, x in state.items() if name.startswith("master/")]
-        return torch.cat(masters) - before
+        names = [name for name in state if name.startswith("master/")]
+        return torch.cat([(state[name] - before[name]).flatten() for name in names])
 
-    *_, expected = run(None, None, "narrow", False)
-    found = [one for one in lanes(on_lanes, layout, replicas, "narrow", False) if one is not None]
+    *_, expected = run(None, None, model, False)
+    found = [one for one in lanes(on_lanes, layout, replicas, model, False) if one is not None]
     for *_, state in found:
         assert torch.cosine_similarity(moved(state), moved(expected), dim=0) > 0.95
         for name in expected:

@@ -6,7 +6,14 @@ import random
 
 import torch
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from m2flow.training.rollouts import TokenRollouts
 
@@ -55,6 +62,30 @@ def make_mixture() -> nn.Module:
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM._from_config(config, attn_implementation="sdpa")
     return _with_exact_norms(model).double().eval()
+
+
+def make_narrow_router(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Another, whose second layer has 4 experts and a router that is float32 in any dtype."""
+    config = Ernie4_5_MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        experts_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = Ernie4_5_MoeForCausalLM._from_config(config, attn_implementation="sdpa")
+    model = _with_exact_norms(model).to(dtype)
+    model.get_submodule("model.layers.1.mlp.gate").float()
+    return model.eval()
 
 
 def _with_exact_norms(model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -410,7 +410,9 @@ def _shard_blocks(model: nn.Module, mesh: DeviceMesh) -> None:
 
     # A critic's numbers are a view; nothing here writes into what a model gives.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
-    units = [*_blocks(model), *_of_another_dtype(model), model]
+    blocks = _blocks(model)
+    within = [part for block in blocks for part in _of_another_dtype(block)]
+    units = [*within, *blocks, *_of_another_dtype(model, blocks), model]
     # Gradients of 16-bit parameters are summed over the lanes in float32, as over passes.
     narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
@@ -446,13 +448,26 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def _of_another_dtype(model: nn.Module) -> list[nn.Module]:
-    """Parts of a model whose weights differ in dtype from its first one's: a unit has one dtype."""
+def _of_another_dtype(
+    unit: nn.Module, apart: Collection[nn.Module] = (), dtype: torch.dtype | None = None
+) -> list[nn.Module]:
+    """Modules of a unit with weights of another dtype than its first one's: a unit has one dtype.
+
+    Args:
+        unit: what is gathered at a time.
+        apart: modules in it that are units of their own.
+        dtype: of the unit, in place of its first weight's.
+
+    Returns:
+        The modules that hold such weights themselves, inner ones first.
+    """
     found: list[nn.Module] = []
-    first: torch.dtype | None = None
-    for child in model.children():
-        dtype = next((parameter.dtype for parameter in child.parameters()), None)
-        first = first or dtype
-        if dtype not in (None, first):
-            found.append(child)
+    dtype = dtype or next((parameter.dtype for parameter in unit.parameters()), None)
+    for module in unit.children():
+        if module in apart:
+            continue
+        dtypes = (parameter.dtype for parameter in module.parameters(recurse=False))
+        other = next((own for own in dtypes if own != dtype), None)
+        found += _of_another_dtype(module, apart, other or dtype)
+        found += [] if other is None else [module]
     return found
