@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    Olmo2Config,
+    PhimoeConfig,
+)
 
 from m2flow.errors import UserError
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model
@@ -17,6 +27,22 @@ from m2flow.training.values import token_values
 
 SPEC = TinySpec(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+_ENDS = {"vocab_size": 16, "eos_token_id": 14, "pad_token_id": 15, "bos_token_id": None}
+_SIZES: dict[str, Any] = {
+    **_ENDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+OTHERS = {
+    "cohere2": lambda: Cohere2Config(**_SIZES),
+    "gemma3_text": lambda: Gemma3TextConfig(**_SIZES, head_dim=8),
+    "gpt2": lambda: GPT2Config(**_ENDS, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    "granite": lambda: GraniteConfig(**_SIZES),
+    "olmo2": lambda: Olmo2Config(**_SIZES),
+    "phimoe": lambda: PhimoeConfig(**_SIZES, num_local_experts=4),
+}
+"""Architectures of which transformers has no class that classifies tokens, or one of its own."""
 
 
 @pytest.fixture
@@ -55,6 +81,26 @@ def test_written_and_read_back(policy_folder: Path, tmp_path: Path, dtype: torch
     assert all(torch.equal(value, there[name]) for name, value in critic.state_dict().items())
     microbatch = pack(TokenPairs.from_rows([[1, 2]], [[3, 4, 9]]), 100)[0]
     assert torch.equal(token_values(again, microbatch), token_values(critic, microbatch))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_of_another_architecture(kind: str, tmp_path: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(OTHERS[kind]()).save_pretrained(tmp_path / "policy")
+    critic: Any = load_critic(tmp_path / "policy")
+    body = load_model(tmp_path / "policy").base_model.state_dict()
+    assert all(torch.equal(critic.base_model.state_dict()[name], x) for name, x in body.items())
+    head = critic.classifier if kind == "gpt2" else critic.score
+    assert not any(tensor.any() for tensor in head.parameters())
+    torch.nn.init.normal_(head.weight)
+    critic.save_pretrained(tmp_path / "critic")
+    again = load_critic(tmp_path / "critic")
+    assert again.state_dict().keys() == critic.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], x) for name, x in critic.state_dict().items())
+    microbatch = pack(TokenPairs.from_rows([[1, 2]], [[3, 4, 9]]), 100)[0]
+    alone_T = critic(input_ids=torch.tensor([[1, 2, 3, 4, 9]])).logits[0, 1:4, 0]
+    torch.testing.assert_close(token_values(again, microbatch), alone_T, rtol=1e-5, atol=1e-5)
 
 
 def test_half_a_critic_is_refused(policy_folder: Path, tmp_path: Path) -> None:

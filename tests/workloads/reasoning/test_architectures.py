@@ -84,6 +84,18 @@ def test_two_steps_keep_engine_and_trainer_together(name: str, tmp_path: Path) -
             assert figures["tokens/generated"] > 16
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_two_steps_with_a_critic(name: str, tmp_path: Path) -> None:
+    """Of Gemma 3 transformers has no class for critics, and GPT-2's head has a name of its own."""
+    recipe = recipe_of(folder_of(name, tmp_path / "model"), algorithm={"name": "ppo"})
+    experiment = ReasoningExperiment(recipe)
+    flow = recipe_flow(recipe, experiment.model, experiment.rewards)
+    with launch(flow, items_per_step=4, mode="eager") as run:
+        for step in range(2):
+            figures = experiment.metrics(run.step(experiment.batch(step)))
+            assert figures["critic/tokens_computed"] > 16
+
+
 def test_generation_may_compute_in_a_dtype_of_its_own(tmp_path: Path) -> None:
     """And how far that is from training is seen."""
     folder = folder_of("gemma3", tmp_path / "model")
