@@ -89,8 +89,9 @@ MEANING = {
     "journal_gb": "10**9 bytes of finished rollouts that are kept on disk until a checkpoint holds "
     "their step, so that `--resume` does not make them again; 0 for none",
     "max_skipped_updates": "optimizer steps in a row that are left out because a loss or gradient "
-    "is not finite, or steps in a row of which half of the rewards or more have failed, or of the "
-    "episodes were given up; one more ends the run",
+    "is not finite (a mini-batch counts once in all epochs of a step), or steps in a row of which "
+    "half of the rewards or more have failed, or of the episodes were given up; one more ends the "
+    "run",
     "grace_seconds": "longest that a step may take to its end after SIGTERM, SIGHUP or Ctrl-C",
     "deadline_seconds": "longest that one call may take before the run is stopped with an account "
     "of who waits for whom",

@@ -1,8 +1,9 @@
 """Optimizer steps that are left out because a loss or gradient is not finite, up to so many.
 
-One bad batch does not end a run; weights or data that are broken give one after the other, and do.
-The optimizer has left weights and state as they were, on every replica alike. A run ends after the
-step with the last of them, so that the step's rollouts can be kept.
+One bad batch does not end a run, in however many epochs its step goes through it; weights or data
+that are broken give one after the other, and do. The optimizer has left weights and state as they
+were, on every replica alike. A run ends after the step with the last of them, so that the step's
+rollouts can be kept.
 """
 
 from __future__ import annotations
@@ -36,16 +37,21 @@ class Skips:
         self._in_a_row = Counter[str]()
         self._why = ""
 
-    def figures(self, step: Callable[[], dict[str, float]], of: str = "") -> dict[str, float]:
+    def figures(
+        self, step: Callable[[], dict[str, float]], of: str = "", *, again: bool = False
+    ) -> dict[str, float]:
         """Take a step; its figures with `skipped_share`, which is the only one of a skipped step.
 
         Args:
             step: takes it.
             of: whose step it is; each is counted alone.
+            again: whether one on the same data was left out before; a further one is not counted.
         """
         try:
             figures = step()
         except NotFinite as error:
+            if again:
+                return {SKIPPED: 1.0}
             self._why = self._why or str(error)
             self._in_a_row[of] += 1
             count = self._in_a_row[of]

@@ -113,6 +113,15 @@ def test_a_turn_that_is_no_number(
     assert all(0 <= one < 100 for one in largest)
 
 
+def test_passes_through_one_mini_batch_count_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, "logprobs", math.nan)
+    words = {**WORDS, "update": {"epochs": 5, "minibatches": 1}, "max_skipped_updates": 1}
+    run = train(words, run_dir=tmp_path / "run", progress=Quiet())
+    assert [row["train/skipped_share"] for row in read_metrics(run)] == [0.0, 1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("changes", [{}, ALGORITHMS["grpo"]], ids=["ppo", "grpo"])
 def test_rollouts_of_which_an_episode_failed_are_kept(
     changes: dict[str, Any], tmp_path: Path

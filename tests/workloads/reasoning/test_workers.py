@@ -20,6 +20,7 @@ from m2flow.rewards.reward import WeightedReward
 from m2flow.runtime.driver.runner import _mean
 from m2flow.training.division import Division
 from m2flow.training.optimizer import NOT_TAKEN
+from m2flow.training.skipping import too_many
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.workers import (
     OUTCOME,
@@ -641,6 +642,26 @@ def test_a_step_that_is_left_out_counts_among_those_of_all_epochs(
     found = learner.train_finish()
     assert found["skipped_share"] == pytest.approx(3 / 6)
     assert (found["steps"], found["samples"]) == (1.0, 8.0)
+
+
+def test_one_bad_batch_does_not_end_a_run_of_several_epochs(
+    samples: Batch, warmed: ModelSource, tiny_recipe: MakeRecipe
+) -> None:
+    """It counted in each of them, so that a single token that is no number ended the run."""
+    recipe = tiny_recipe(algorithm={"epochs": 5}, minibatches=1, max_skipped_updates=3)
+    learner, drawn = loaded(Learner(warmed, recipe)), samples["behaviour_logprobs"]
+    spoilt_T = drawn.values.clone()
+    spoilt_T[3] = float("nan")
+    broken = samples.with_columns(behaviour_logprobs=Ragged(spoilt_T, drawn.lengths))
+
+    def ends(batch: Batch, skipped: float) -> bool:
+        learner.train(batch)
+        assert learner.train_finish()["skipped_share"] == skipped
+        return bool(too_many([learner.take_note()]))
+
+    assert not ends(broken, 1.0)
+    assert not ends(samples, 0.0)
+    assert [ends(broken, 1.0) for _ in range(4)] == [False, False, False, True]
 
 
 def test_a_step_that_is_taken_back_leaves_nothing_for_further_epochs(

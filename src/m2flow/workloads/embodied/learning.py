@@ -29,7 +29,7 @@ from m2flow.training import trainer_state
 from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
 from m2flow.training.schedule import Schedule
 from m2flow.training.sharded import WHOLE, Shards
-from m2flow.training.skipping import Skips
+from m2flow.training.skipping import SKIPPED, Skips
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.objective import SUMS, wanted
 from m2flow.workloads.embodied.turns import Examples, TrainingTurns, turns_of
@@ -117,7 +117,10 @@ class PolicyUpdate:
                     sums = added if sums is None else sums + added
                 if sums is None:
                     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
-                found.append(self.skips.figures(partial(self._step, sums, all_reduce)))
+                # One mini-batch is the same in each pass; several are dealt anew.
+                again = update.minibatches == 1 and any(one[SKIPPED] for one in found)
+                step = partial(self._step, sums, all_reduce)
+                found.append(self.skips.figures(step, again=again))
         figures = means_of(found)
         figures["turns"] = sum(one.get("turns", 0.0) for one in found)
         if algorithm.name == "ppo":

@@ -94,7 +94,8 @@ class Trained(Divided):
 
         With `algorithm.epochs` above 1 all mini-batches are gone through again after the last one.
         The figures come then, as means over all optimizer steps of the training step; there are
-        none before.
+        none before. A mini-batch that is left out in several epochs counts once among those that
+        end a run.
         """
         epochs = self.recipe.algorithm.epochs
         if epochs == 1:
@@ -113,10 +114,16 @@ class Trained(Divided):
         return {name: fmean(one[name] for one in found if name in one) for name in names}
 
     def _step(self) -> dict[str, float]:
+        from m2flow.training.skipping import SKIPPED
+
         place = self.place
         replicated = place.size > 1 and place.gang.size == 1
         all_reduce = place.all_reduce if replicated else None
-        figures: dict[str, float] = self._skips.figures(lambda: self.trainer.finish(all_reduce))
+        epochs_before = self._found[len(self._found) % self.minibatches :: self.minibatches]
+        figures: dict[str, float] = self._skips.figures(
+            lambda: self.trainer.finish(all_reduce),
+            again=any(one[SKIPPED] for one in epochs_before),
+        )
         return figures
 
     def take_note(self) -> str:
