@@ -165,6 +165,23 @@ def test_a_schedule_has_steps_left_after_its_warm_up(schedule: str) -> None:
     assert trainer_config(constant).optimizer.schedule.factor(0) == 1 / 99
 
 
+def test_a_schedule_has_steps_left_after_the_critic_s_warm_up() -> None:
+    def sizes(warmup_steps: int) -> dict[str, Any]:
+        return {
+            "steps": 40,
+            "minibatches": 1,
+            "algorithm": {"name": "ppo"},
+            "critic": {"warmup_steps": 30},
+            "optimizer": {"schedule": "linear", "warmup_steps": warmup_steps},
+        }
+
+    error = refusal(sizes(20))
+    assert error.key == "optimizer.warmup_steps"
+    assert "fewer than (steps - critic.warmup_steps) x minibatches x epochs = 10" in str(error)
+    schedule = trainer_config(ReasoningRecipe.model_validate(sizes(9))).optimizer.schedule
+    assert schedule.factor(29) == 0.0 < schedule.factor(39)
+
+
 def test_every_setting_of_the_algorithm_reaches_the_loss() -> None:
     settings = {
         "surrogate": "clip",

@@ -83,7 +83,7 @@ class OptimizerSection(Section):
         """Refuse a warm-up that is as long as the run, of which a schedule has nothing left.
 
         Args:
-            optimizer_steps: of the whole run.
+            optimizer_steps: of the whole run, in which what is trained moves.
             sizes: keys of the recipe that make them.
         """
         if self.schedule != "constant" and self.warmup_steps >= optimizer_steps:

@@ -287,6 +287,11 @@ class ReasoningRecipe(common.Recipe):
         return self.steps * self.minibatches * self.algorithm.epochs
 
     @property
+    def idle_steps(self) -> int:
+        """Optimizer steps at the start in which the critic alone learns."""
+        return self.critic.warmup_steps * self.minibatches * self.algorithm.epochs
+
+    @property
     def samples_per_minibatch(self) -> int:
         return self.samples_per_step // self.minibatches
 
@@ -477,8 +482,10 @@ class ReasoningRecipe(common.Recipe):
                     value=value,
                     hint="set model.dtype to bfloat16, or take it out",
                 )
-        sizes = "steps x minibatches x epochs"
-        self.optimizer.check_schedule(self.optimizer_steps, sizes)
+        steps = "(steps - critic.warmup_steps)" if self.idle_steps else "steps"
+        self.optimizer.check_schedule(
+            self.optimizer_steps - self.idle_steps, f"{steps} x minibatches x epochs"
+        )
         for key in ("gap_level", "gap_rule", "gap_cap"):
             value = getattr(self.algorithm, key)
             default = AlgorithmSection.model_fields[key].default

@@ -50,9 +50,6 @@ def trainer_config(
             critic alone learns.
     """
     optimizer = recipe.optimizer
-    if idle_steps is None:
-        each = recipe.optimizer_steps // recipe.steps
-        idle_steps = each * recipe.critic.warmup_steps
     return PolicyTrainerConfig(
         optimizer=AdamWConfig(
             learning_rate=optimizer.learning_rate,
@@ -62,7 +59,7 @@ def trainer_config(
                 optimizer.schedule,
                 optimizer.warmup_steps,
                 recipe.optimizer_steps,
-                idle_steps=idle_steps,
+                idle_steps=recipe.idle_steps if idle_steps is None else idle_steps,
             ),
             max_grad_norm=optimizer.max_grad_norm,
             on_host=recipe.training.optimizer_on_host,
