@@ -10,10 +10,12 @@ import pytest
 
 from m2flow.errors import UserError
 from m2flow.flow import Batch
+from m2flow.workloads.agentic.config import AgenticRecipe
 from m2flow.workloads.agentic.dialect import TagDialect
 from m2flow.workloads.agentic.experiment import AgenticExperiment, turn_figures
 from m2flow.workloads.agentic.flow import episode_of
 from m2flow.workloads.agentic.tasks.lookup import HELD_OUT, KNOWN, Lookup, code, friend, passages
+from m2flow.workloads.reasoning.learning import loss_of
 from m2flow.workloads.reasoning.workers.columns import kept
 from tests.cli.conftest import run_command
 
@@ -167,3 +169,10 @@ def test_a_trajectory_that_has_had_its_turns_was_cut_off(tiny_recipe: MakeRecipe
     (alarm,) = experiment.alarms(result)
     assert alarm.startswith("50% of the answers are cut off at episode.max_tokens = 80")
     assert "after episode.max_turns = 3" in alarm
+
+
+@pytest.mark.parametrize("name", ["dr-grpo", "rloo"])
+def test_a_trajectory_s_sum_is_divided_by_what_bounds_it(name: str) -> None:
+    """It was divided by the limit of a turn."""
+    words = {"algorithm": {"name": name}, "episode": {"max_tokens": 300}}
+    assert loss_of(AgenticRecipe.model_validate(words)).token_budget == 300

@@ -148,6 +148,10 @@ class AgenticRecipe(reasoning.ReasoningRecipe):
         return 0
 
     @property
+    def longest_answer(self) -> int:
+        return self.episode.max_tokens
+
+    @property
     def step_size(self) -> str:
         return f"{self.prompts_per_step} x {self.samples_per_prompt} trajectories"
 

@@ -292,6 +292,11 @@ class ReasoningRecipe(common.Recipe):
         return self.critic.warmup_steps * self.minibatches * self.algorithm.epochs
 
     @property
+    def longest_answer(self) -> int:
+        """Tokens that may stand behind a prompt."""
+        return self.generation.max_new_tokens
+
+    @property
     def samples_per_minibatch(self) -> int:
         return self.samples_per_step // self.minibatches
 

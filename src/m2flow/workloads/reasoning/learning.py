@@ -21,14 +21,14 @@ def loss_of(recipe: ReasoningRecipe) -> GRPOLoss:
         **{name: getattr(algorithm, name) for name in names},
         kl_coefficient=algorithm.kl_in_loss,
         kl_estimator=algorithm.kl_estimator_in_loss,
-        token_budget=recipe.generation.max_new_tokens,
+        token_budget=recipe.longest_answer,
     )
 
 
 def critic_loss_of(recipe: ReasoningRecipe) -> CriticLoss:
     """The critic's loss that `critic` describes."""
-    aggregation, budget = recipe.algorithm.aggregation, recipe.generation.max_new_tokens
-    return CriticLoss(recipe.critic.value_clip, aggregation, budget)
+    aggregation = recipe.algorithm.aggregation
+    return CriticLoss(recipe.critic.value_clip, aggregation, recipe.longest_answer)
 
 
 def critic_config(recipe: ReasoningRecipe, device: str = "cpu") -> PolicyTrainerConfig:
