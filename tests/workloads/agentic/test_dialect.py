@@ -85,9 +85,11 @@ def test_calls_in_a_chat_are_json(chat: ChatDialect) -> None:
             'I ask. <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
             '<tool_call>{"name": "g"}</tool_call><tool_call>{"x":</tool_call>'
             '<tool_call>{"name": 3}</tool_call>'
+            '<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>'
         )
     )
     assert calls[:2] == [ToolCall("f", {"x": 1}), ToolCall("g", {})]
+    assert len(calls) == 5
     assert all(isinstance(call, ToolResult) and call.error for call in calls[2:])
     turn = chat.turn_ids(ToolCall("f", {"x": 1}))
     assert chat.calls(turn) == [ToolCall("f", {"x": 1})]

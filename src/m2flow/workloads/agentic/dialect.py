@@ -7,10 +7,10 @@ encoded once: its ids are the record. The text of an answer cannot become a spec
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from m2flow.errors import UserError
@@ -77,16 +77,24 @@ def dialect_of(
     return TagDialect(tokenizer, episode, tools)
 
 
-@dataclass(frozen=True)
 class _TokenWriter:
-    """Text as tokens, of which no part becomes a special token."""
+    """Text as tokens, of which no part becomes a special token.
 
-    tokenizer: Any
-    limit: int
+    It has a copy of the tokenizer: whether special tokens are split is state of a fast tokenizer,
+    and other threads encode with the original at the same time.
+
+    Args:
+        tokenizer: the model's.
+        limit: most tokens of a text that may be cut.
+    """
+
+    def __init__(self, tokenizer: Any, limit: int) -> None:
+        self._tokenizer, self._limit = copy.deepcopy(tokenizer), limit
+        self._mark = self.literal(CUT)  # sets the copy's state, which no later call changes
 
     def literal(self, text: str) -> list[int]:
         text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no character
-        ids: list[int] = self.tokenizer(
+        ids: list[int] = self._tokenizer(
             text, add_special_tokens=False, split_special_tokens=True
         )["input_ids"]  # fmt: skip
         return ids
@@ -94,11 +102,11 @@ class _TokenWriter:
     def cut(self, text: str) -> tuple[list[int], bool]:
         """A text's tokens up to the limit, and whether some were left out, which is marked."""
         # A token is at least a byte or so: what cannot fit need not be encoded.
-        ids = self.literal(text[: 16 * self.limit + 64])
-        if len(ids) <= self.limit and len(text) <= 16 * self.limit + 64:
+        limit, mark = self._limit, self._mark
+        ids = self.literal(text[: 16 * limit + 64])
+        if len(ids) <= limit and len(text) <= 16 * limit + 64:
             return ids, False
-        mark = self.literal(CUT)
-        return ids[: max(0, self.limit - len(mark))] + mark[: self.limit], True
+        return ids[: max(0, limit - len(mark))] + mark[:limit], True
 
 
 class TagDialect:
@@ -259,7 +267,7 @@ def _read(text: str) -> ToolCall | ToolResult:
     match found:
         case {"name": str() as name, "arguments": dict() as arguments}:
             return ToolCall(name, arguments)
-        case {"name": str() as name} if "arguments" not in found:
+        case {"name": str() as name} if len(found) == 1:
             return ToolCall(name, {})
     return ToolResult('a call is {"name": ..., "arguments": {...}}', error=True)
 
