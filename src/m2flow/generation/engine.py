@@ -29,6 +29,10 @@ class GenerationEngine(Protocol):
         """Whether any request is running or waiting."""
 
     @property
+    def context(self) -> int:
+        """Tokens that prompt and completion may have together."""
+
+    @property
     def num_running(self) -> int:
         """Requests that are being drawn."""
 

@@ -127,7 +127,7 @@ class ExternalEngine(ABC):
         from transformers import AutoConfig
 
         config = from_folder(AutoConfig, Path(folder)).get_text_config()
-        self._vocab_size, self._context = config.vocab_size, _context_of(config)
+        self._vocab_size, self.context = config.vocab_size, _context_of(config)
         self.version, self._reads_text = version, stop_strings
         self._seconds = start_seconds
         self._submitted = 0
@@ -213,7 +213,7 @@ class ExternalEngine(ABC):
             assert request.id not in self._numbers, f"request {request.id} is already here"
             ids, stops = request.prompt_ids, request.params.stop_strings
             prompt = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-            request.check(prompt, vocab_size=self._vocab_size, context=self._context)
+            request.check(prompt, vocab_size=self._vocab_size, context=self.context)
             assert self._reads_text or not stops, f"{self.label} was started without text"
             sent.append((self._submitted + len(sent), prompt, self._sampling(request)))
         if not self._live:

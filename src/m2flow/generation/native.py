@@ -154,6 +154,11 @@ class NativeEngine:
         return self._decoder.logprob_dtype
 
     @property
+    def context(self) -> int:
+        """Tokens that prompt and completion may have together."""
+        return self._decoder.architecture.max_position
+
+    @property
     def num_running(self) -> int:
         """Requests that hold a slot."""
         return len(self._running)
@@ -287,7 +292,7 @@ class NativeEngine:
     def _check(self, sequence: RunningSequence) -> None:
         """Refuse a request that cannot be answered."""
         request, prompt, a = sequence.request, sequence.prompt, self._decoder.architecture
-        request.check(prompt, vocab_size=a.vocab_size, context=a.max_position)
+        request.check(prompt, vocab_size=a.vocab_size, context=self.context)
         new = request.params.max_new_tokens
         if not self._cache.fits([len(prompt) + new]):
             raise UserError(

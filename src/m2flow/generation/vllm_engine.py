@@ -37,14 +37,14 @@ class VLLMEngine(ExternalEngine):
             "logprobs_mode": "processed_logprobs",  # of what is drawn from, temperature included
             "disable_log_stats": True,
             "tied_embeddings": self._tied,
-            "max_model_len": self._context,  # vLLM would multiply it by a rope's factor
+            "max_model_len": self.context,  # vLLM would multiply it by a rope's factor
             "max_num_batched_tokens": max(BATCHED_TOKENS, started.max_running),
         }
         if started.device == "cpu":
             settings["enforce_eager"] = True  # compiling takes a minute, and gains little
             # On a CPU vLLM 0.32 fails where the prompt of a request with a seed is cut.
             settings["enable_chunked_prefill"] = False
-            batched = max(BATCHED_TOKENS, started.max_running, self._context)
+            batched = max(BATCHED_TOKENS, started.max_running, self.context)
             settings["max_num_batched_tokens"] = batched
         else:
             settings["enable_sleep_mode"] = True

@@ -77,9 +77,13 @@ def warmed(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained model whose tokenizer has a chat template with turns of tools."""
-    path = tmp_path_factory.mktemp("chat")
+    return save_chat_model(tmp_path_factory.mktemp("chat"), 2048)
+
+
+def save_chat_model(path: Path, context: int) -> Path:
+    """Save such a model, whose context has so many tokens."""
     spec = TinySpec(
-        hidden_size=32, num_hidden_layers=1, intermediate_size=64, max_position_embeddings=2048
+        hidden_size=32, num_hidden_layers=1, intermediate_size=64, max_position_embeddings=context
     )
     build_tiny(spec, vocab_size=258, eos_token_id=256, pad_token_id=257, seed=0).save_pretrained(
         path

@@ -179,6 +179,22 @@ def rude(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
     told.append(ask(endpoint, messages=[*first, reply, *first], tools=BOX.schemas()))
 
 
+def goes_on(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
+    """Asks for more until it is refused, and ends as if it were done."""
+    messages: list[Any] = [{"role": "user", "content": problem["prompt"]}]
+    while True:
+        status, answer = ask(endpoint, messages=messages)
+        if status != 200:
+            return
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "more " * 60}]
+
+
+def verbose(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
+    """Begins with instructions that are too long, and ends as if it were done."""
+    system = {"role": "system", "content": "Be brief. " * 60}
+    ask(endpoint, messages=[system, {"role": "user", "content": problem["prompt"]}])
+
+
 def troubled(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
     """Raises, hangs, asks nothing, or does what it should, as its number says."""
     number = SEEN.setdefault("troubled", [])

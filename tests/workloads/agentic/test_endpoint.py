@@ -29,7 +29,7 @@ from m2flow.workloads.agentic.experiment import AgenticExperiment
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.reasoning.workers import ModelSource
 from tests.workloads.agentic import some_agents
-from tests.workloads.agentic.conftest import chat_tokenizer
+from tests.workloads.agentic.conftest import chat_tokenizer, save_chat_model
 from tests.workloads.agentic.test_record import rolled_out
 
 MakeRecipe = Any
@@ -264,6 +264,36 @@ def test_an_agent_that_fails_costs_its_trajectory(
     assert "asked nothing of the policy" in told
     assert "RuntimeError: no idea" in told
     assert experiment.metrics(result)["reward/failed_share"] == 3 / 16
+
+
+def test_an_agent_that_outgrows_the_models_context_is_cut_off(
+    chat_recipe: AgenticRecipe, tmp_path: Path
+) -> None:
+    """It counted as one that had finished; and what was left of the context was not used."""
+    recipe = with_agent(chat_recipe, "goes_on")
+    experiment = AgenticExperiment(recipe, ModelSource(str(save_chat_model(tmp_path, 100))))
+    episodes = hosted(experiment, experiment.batch(0), defaultdict(list))
+    assert not any(episodes["tool_failure"]), episodes["tool_failure"]
+    assert set(episodes["finish_reason"]) == {"length"}
+    assert all(len(turns) == 1 for turns in episodes["turns"])
+    for prompt, ids, mask in zip(
+        episodes["prompt_ids"].rows(),
+        episodes["completion_ids"].rows(),
+        episodes["loss_mask"].rows(),
+        strict=True,
+    ):
+        assert len(prompt) + len(ids) <= 100
+        assert bool(mask[-1]), "what nobody reads is not kept"
+
+
+def test_an_agent_whose_first_request_is_too_long_costs_its_trajectory(
+    chat_recipe: AgenticRecipe, tmp_path: Path
+) -> None:
+    recipe = with_agent(chat_recipe, "verbose")
+    experiment = AgenticExperiment(recipe, ModelSource(str(save_chat_model(tmp_path, 100))))
+    episodes = hosted(experiment, experiment.batch(0), defaultdict(list))
+    said = "the agent's first request does not fit the model's context"
+    assert set(episodes["tool_failure"]) == {said}
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ class Conversation:
         episode: limits.
         item, seed: of the trajectory.
         stop_ids: tokens that end a turn.
+        context: tokens that the model can hold; None for any number.
 
     Attributes:
         prompt_ids: what the policy saw before it drew anything.
@@ -49,9 +50,11 @@ class Conversation:
         item: int,
         seed: int,
         stop_ids: Sequence[int],
+        context: int | None = None,
     ) -> None:
         self._tokenizer, self._dialect, self._episode = tokenizer, dialect, episode
         self.item, self.seed, self._stop_ids = item, seed, frozenset(stop_ids)
+        self._most = context
         self.prompt_ids: list[int] = []
         self.ids: list[int] = []
         self.mask: list[bool] = []
@@ -121,7 +124,9 @@ class Conversation:
             )
         except Exception as error:
             raise RefusedRequest(f"the chat template refuses the messages: {error}") from error
-        self.prompt_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        self._check_room(len(ids))
+        self.prompt_ids = ids
 
     def _go_on(
         self,
@@ -144,10 +149,19 @@ class Conversation:
         if len(self.ids) + len(added) >= self._episode.max_tokens:
             self.reason = "length"
             raise RefusedRequest(f"episode.max_tokens = {self._episode.max_tokens} are used up")
+        self._check_room(len(self.context) + len(added))
         self.ids += added
         self.mask += [False] * len(added)
         self.logprobs += [0.0] * len(added)
         self.turns[-1] = replace(self.turns[-1], result_end=len(self.ids))
+
+    def _check_room(self, count: int) -> None:
+        """Refuse so many tokens where the model could draw none behind them."""
+        if self._most is not None and count >= self._most:
+            self.reason = "length"
+            raise RefusedRequest(
+                f"{count} tokens leave no room for a reply: the model's context is {self._most}"
+            )
 
     def _added(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens of new messages, behind the last turn's end token."""

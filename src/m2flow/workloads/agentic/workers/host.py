@@ -115,7 +115,7 @@ class Hosting:
         for row, item in enumerate(episodes.ids):
             conversation = Conversation(
                 host.tokenizer, host.dialect, host.episode, item, int(episodes["seed"][row]),
-                host._stop_ids,
+                host._stop_ids, self._engine.context,
             )  # fmt: skip
             key = self._server.open(conversation)
             deadline = now + rounds * host.agent.deadline_seconds
@@ -172,15 +172,17 @@ class Hosting:
         from m2flow.generation.records import Request
 
         params = self._host.params(len(conversation.ids), greedy=self._greedy)
-        if limit is not None:
-            params = replace(params, max_new_tokens=min(limit, params.max_new_tokens))
+        room = self._engine.context - len(conversation.context)
+        most = min(params.max_new_tokens, room, room if limit is None else limit)
+        params = replace(params, max_new_tokens=most)
         seed = derive_seed(conversation.seed, 3, len(conversation.turns))
         if conversation.item not in self.running:
             answer.set_exception(TimeoutError("the run goes on without this agent"))
             return
         try:
             self._engine.submit([Request(conversation.item, conversation.context, seed, params)])
-        except UserError as error:
+        except UserError as error:  # no memory for so many keys and values
+            conversation.reason = "length"
             answer.set_exception(RefusedRequest(str(error)))
             return
         self._waiting[conversation.item] = answer, params.max_new_tokens
@@ -200,8 +202,10 @@ class Hosting:
                 self._engine.abort([item])
                 asked[0].set_exception(TimeoutError("the run goes on without this agent"))
             if not record.turns:
-                why = why or "the agent asked nothing of the policy"
-            limited = record.reason in ("turns", "length")
+                too_long = "the agent's first request does not fit the model's context"
+                nothing = "the agent asked nothing of the policy"
+                why = why or (too_long if record.reason == "length" else nothing)
+            limited = bool(record.turns) and record.reason in ("turns", "length")
             parts.append(
                 episodes.select([row]).with_columns(
                     **_columns(record, self._host.dtype == "float64"),
