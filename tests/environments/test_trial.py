@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from m2flow.environments import Environment, Transition
+from m2flow.environments.demonstrations import played
 from m2flow.environments.environment import Array, as_picture
 from m2flow.environments.gymnasium import GymnasiumEnvironment
 from m2flow.environments.registry import maker
@@ -85,6 +86,17 @@ class Scalar(Mine):
         return {"state": np.float32(0.5)}
 
 
+class FloatPicture(Mine):
+    """Gives a picture of floats from 0 to 1, of which bytes are black."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec = replace(SPEC, observations=(image_spec("image", 4, 4),))
+
+    def observe(self) -> Mapping[str, Array]:
+        return {"image": np.full((4, 4, 3), 0.5)}
+
+
 class Nameless(Mine):
     """Gives an observation of another name."""
 
@@ -149,6 +161,7 @@ def test_one_that_works_is_tried_and_closed(make: type[Mine]) -> None:
         (Unmade, r"cannot be made: OSError: no licence and more \(test_trial.py:\d+\)"),
         (Leaves, r"first step cannot be taken: SystemExit: 3 \(test_trial.py:\d+\)"),
         (Scalar, r"ValueError: observation 'state' is \(\), and its spec says \(3,\)"),
+        (FloatPicture, "ValueError: observation 'image' is float64, and its spec says uint8"),
         (Nameless, "KeyError: 'state'"),
         (FourTuple, "`step` gives a tuple .*expected a Transition"),
     ],
@@ -158,6 +171,12 @@ def test_what_does_not_fit_is_one_line(make: type[Mine], said: str) -> None:
         tried(make)
     assert "my:Mine" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_demonstration_has_no_picture_that_bytes_would_cut() -> None:
+    """The pictures of a file were black."""
+    with pytest.raises(UserError, match=r"environment\.name: .*'image' is float64"):
+        played(FloatPicture(), lambda _: [0.0, 0.0], [0])
 
 
 def test_an_alarm_of_somebody_else_goes_on() -> None:

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from m2flow.environments.environment import Array, Environment
-from m2flow.environments.spec import EnvironmentSpec
+from m2flow.environments.slots import check_observation
+from m2flow.environments.spec import EnvironmentSpec, ObservationSpec
 from m2flow.errors import UserError
 
 KEY = "warmup.data"
@@ -46,7 +47,8 @@ def played(
         the arrays; see the module docstring. Actions out of bounds are those that were taken.
 
     Raises:
-        UserError: what the expert says is no action of the environment.
+        UserError: what the expert says is no action of the environment, or what is observed is not
+            what its spec says.
     """
     spec = environment.spec
     rows: dict[str, list[Any]] = {"action": [], "episode": []}
@@ -55,7 +57,7 @@ def played(
         for _ in range(spec.max_episode_steps or most_steps):
             observed = environment.observe()
             for part in spec.observations:
-                rows.setdefault(part.name, []).append(np.array(observed[part.name], part.dtype))
+                rows.setdefault(part.name, []).append(_seen(observed[part.name], part, spec))
             if spec.instructions is not None:
                 rows.setdefault("instruction", []).append(environment.instruction())
             action = _decided(expert(environment), spec)
@@ -65,6 +67,17 @@ def played(
             if did.terminated or did.truncated or did.success:
                 break
     return {name: np.array(column) for name, column in rows.items()}
+
+
+def _seen(observed: Any, part: ObservationSpec, spec: EnvironmentSpec) -> Array:
+    """A part of an observation, as the spec has it; a copy."""
+    try:
+        check_observation(part, observed)
+    except ValueError as error:
+        raise UserError(
+            f"does otherwise than it says: {error}", key="environment.name", value=spec.name
+        ) from error
+    return np.array(observed, part.dtype)
 
 
 def _decided(said: Any, spec: EnvironmentSpec) -> Array:

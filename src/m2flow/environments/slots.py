@@ -106,15 +106,19 @@ def allocate(spec: EnvironmentSpec) -> dict[str, Array]:
     }
 
 
-def check_shape(part: ObservationSpec, seen: Any) -> None:
-    """Refuse what has another shape than the spec says, which NumPy might stretch.
+def check_observation(part: ObservationSpec, seen: Any) -> None:
+    """Refuse what NumPy would stretch to the spec's shape, or cut to whole numbers.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: the shapes differ, or a part of bytes has figures that are no whole numbers.
     """
-    shape = seen.shape if isinstance(seen, np.ndarray) else np.shape(seen)
-    if shape != part.shape:
-        raise ValueError(f"observation {part.name!r} is {shape}, and its spec says {part.shape}")
+    seen = np.asarray(seen)
+    if seen.shape != part.shape:
+        raise ValueError(
+            f"observation {part.name!r} is {seen.shape}, and its spec says {part.shape}"
+        )
+    if part.dtype == "uint8" and seen.dtype.kind not in "iub":
+        raise ValueError(f"observation {part.name!r} is {seen.dtype}, and its spec says uint8")
 
 
 def stack_pictures(pictures: Sequence[Array | None]) -> Array:
@@ -306,7 +310,7 @@ class Slots:
         parts: Mapping[str, Array] = self._environments[slot].observe()
         for part in self.spec.observations:
             seen = parts[part.name]
-            check_shape(part, seen)
+            check_observation(part, seen)
             self.memory[part.name][slot] = seen
 
     def _finite(self, slots: Sequence[int]) -> Array:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from m2flow.environments.environment import Array, Environment, Transition
-from m2flow.environments.slots import BREAKS, RESET_ATTEMPTS, check_shape
+from m2flow.environments.slots import BREAKS, RESET_ATTEMPTS, check_observation
 from m2flow.environments.spec import ActionSpec, EnvironmentSpec
 from m2flow.errors import UserError
 from m2flow.user_code import what_raised
@@ -131,7 +131,7 @@ def _first_step(environment: Environment, name: str, seed: int) -> None:
 def _look(environment: Environment) -> None:
     seen = environment.observe()
     for part in environment.spec.observations:
-        check_shape(part, seen[part.name])
+        check_observation(part, seen[part.name])
         np.empty(part.shape, part.dtype)[...] = seen[part.name]
 
 
