@@ -7,6 +7,7 @@ import json
 import math
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,13 +19,13 @@ from hypothesis import strategies as st
 
 from m2flow.errors import UserError
 from m2flow.rewards.sandbox import Limits, ProgramOutcome
-from m2flow.tools import Toolbox, ToolCall, ToolError, make_tools, python
+from m2flow.tools import Toolbox, ToolCall, ToolError, make_tools, python, toolbox
 from m2flow.tools.bm25 import BM25, terms_of
 from m2flow.tools.calculator import calculate
 from m2flow.tools.function import FunctionTool
 from m2flow.tools.python import PythonTool
 from m2flow.tools.search import Search
-from m2flow.tools.toolbox import MAX_CHARACTERS
+from m2flow.tools.toolbox import MAX_CHARACTERS, TIMEOUTS_IN_A_ROW
 
 
 @given(st.integers(-999, 999), st.integers(-99, 99), st.sampled_from(["+", "-", "*", "//", "%"]))
@@ -218,6 +219,50 @@ def test_what_a_tool_does_wrong_costs_its_own_call() -> None:
     assert (len(found[2].text), found[2].failure) == (MAX_CHARACTERS, "")
     assert found[3].error
     assert found[3].text == "no tool 'brokn'; did you mean 'broken'?"
+
+
+def test_a_tool_that_is_down_is_not_called_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call waited for its own deadline, and all of them came to the run's."""
+    monkeypatch.setattr(toolbox, "GRACE_SECONDS", 0.1)
+    calls, up = list[str](), threading.Event()
+
+    def down(text: str) -> str:
+        calls.append(text)
+        up.wait(30)
+        return text
+
+    def fine(text: str) -> str:
+        return text
+
+    box = Toolbox([FunctionTool(down), FunctionTool(fine)], seconds=0.5, concurrency=4)
+    try:
+        found = box.carry_out([*[ToolCall("down", "a")] * 200, ToolCall("fine", "a")])
+        assert TIMEOUTS_IN_A_ROW <= len(calls) <= 4 + TIMEOUTS_IN_A_ROW
+        assert all("tool down: gave nothing within 0.5 s" in one.failure for one in found[:-1])
+        assert found[-1].text == "a", "another tool"
+        up.set()
+        assert box.carry_out([ToolCall("down", "b")])[0].text == "b", "a later turn"
+    finally:
+        up.set()
+
+
+def test_calls_that_hang_between_others_are_no_sign_that_a_tool_is_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(toolbox, "GRACE_SECONDS", 0.1)
+    left = threading.Event()
+
+    def shaky(text: str) -> str:
+        if text == "hang":
+            left.wait(30)
+        return text
+
+    box = Toolbox([FunctionTool(shaky)], seconds=0.5, concurrency=1)
+    try:
+        found = box.carry_out([ToolCall("shaky", text) for text in ("hang", "a") * 4])
+    finally:
+        left.set()
+    assert [bool(one.failure) for one in found] == [True, False] * 4
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """`Toolbox`: carries out calls of tools, several at a time, each within its deadline.
 
 A call never raises: what goes wrong is in its `ToolResult`. A tool that does not return in time is
-left to itself in its thread, or has ended what it waited for, and costs the caller alone.
+left to itself in its thread, or has ended what it waited for, and costs the caller alone. One that
+has done so `TIMEOUTS_IN_A_ROW` times fails for the calls that are left of those carried out
+together.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ import json
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from m2flow.errors import suggestion
+from m2flow.rewards.reward import TIMEOUTS_IN_A_ROW
 from m2flow.tools.tool import Tool, ToolCall, ToolError, ToolResult, first_parameter
 
 GRACE_SECONDS = 2.0
@@ -57,14 +62,14 @@ class Toolbox:
         if not calls:
             return []
         with ThreadPoolExecutor(min(len(calls), self._concurrency)) as threads:
-            return list(threads.map(self._answer, calls))
+            return list(threads.map(partial(self._answer, patience=_Patience()), calls))
 
     def close(self) -> None:
         """Let go of what the tools hold."""
         for tool in self.tools.values():
             tool.close()
 
-    def _answer(self, call: ToolCall) -> ToolResult:
+    def _answer(self, call: ToolCall, patience: _Patience) -> ToolResult:
         tool, began = self.tools.get(call.tool), time.monotonic()
         if tool is None:
             return ToolResult(
@@ -75,6 +80,10 @@ class Toolbox:
             arguments = {first_parameter(tool): arguments}
         if why := _unwritable(arguments):
             return ToolResult(f"the arguments cannot be written in UTF-8: {why}", error=True)
+        late = f"tool {tool.name}: gave nothing within {self._seconds:g} s"
+        begun = patience.begin(tool.name)
+        if begun is None:
+            return ToolResult(failure=f"{late} {TIMEOUTS_IN_A_ROW} times in a row")
         outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
         asked = tool, arguments, self._seconds, outcome
         threading.Thread(target=_call, args=asked, daemon=True).start()
@@ -82,14 +91,44 @@ class Toolbox:
             grace = getattr(tool, "grace_seconds", GRACE_SECONDS)
             found = outcome.get(timeout=self._seconds + grace)
         except queue.Empty:
-            found = RuntimeError(f"gave nothing within {self._seconds:g} s")
+            found = None
         seconds = time.monotonic() - began
+        answered = isinstance(found, str | ToolError)
+        patience.end(tool.name, begun, late=not answered and seconds >= self._seconds)
+        if found is None:
+            return ToolResult(failure=late, seconds=seconds)
         if isinstance(found, str):
             return ToolResult(found[:MAX_CHARACTERS], seconds=seconds)
         if isinstance(found, ToolError):
             return ToolResult(str(found)[:MAX_CHARACTERS], error=True, seconds=seconds)
         why = str(found) or type(found).__name__
         return ToolResult(failure=f"tool {tool.name}: {why}", seconds=seconds)
+
+
+class _Patience:
+    """Counts, for each tool, the calls carried out together that have come to no end in time.
+
+    They are in a row where no call of the tool has ended since they began.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended: Counter[str] = Counter()
+        self._late: Counter[str] = Counter()
+
+    def begin(self, tool: str) -> int | None:
+        """What `end` is to be told of a call; None where the tool is not to be called any more."""
+        with self._lock:
+            return None if self._late[tool] >= TIMEOUTS_IN_A_ROW else self._ended[tool]
+
+    def end(self, tool: str, begun: int, *, late: bool) -> None:
+        """Count a call, and whether it took too long."""
+        with self._lock:
+            if not late:
+                self._ended[tool] += 1
+                self._late[tool] = 0
+            elif begun == self._ended[tool]:
+                self._late[tool] += 1
 
 
 def _unwritable(arguments: Mapping[str, Any]) -> str:
