@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Optional
 
 import pytest
 from hypothesis import given
@@ -328,6 +328,79 @@ def test_arguments_are_of_the_types_of_the_functions_parameters() -> None:
     assert said({"value": 5.5})[1]
     assert said({"value": True})[1]
     assert said({"value": 1, "round_up": 1})[1]
+
+
+def test_the_types_of_parameters_are_told_as_they_are() -> None:
+    """All but texts, numbers and truth values were told as texts, `**others` among them."""
+
+    def order(
+        item: str,
+        count: Optional[int],  # noqa: UP045
+        size: Literal["small", "large"],
+        marks: list[int],
+        more: dict[str, Any],
+        price: float | None = None,
+        note: Annotated[str, "for the kitchen"] = "",
+        rest: Any = None,
+        *several: int,
+        **others: str,
+    ) -> str:
+        return f"{item} {count} {size} {marks} {more}"
+
+    tool = FunctionTool(order)
+    assert tool.parameters == {
+        "type": "object",
+        "properties": {
+            "item": {"type": "string"},
+            "count": {"type": "integer"},
+            "size": {"type": "string", "enum": ["small", "large"]},
+            "marks": {"type": "array", "items": {"type": "integer"}},
+            "more": {"type": "object"},
+            "price": {"type": "number"},
+            "note": {"type": "string"},
+            "rest": {},
+        },
+        "required": ["item", "count", "size", "marks", "more"],
+    }
+    given: dict[str, Any] = {
+        "item": "soup", "count": "2", "size": "small", "marks": "[1, 2.0]", "more": {"a": 1},
+    }  # fmt: skip
+    assert tool.call(given, 1.0) == "soup 2 small [1, 2] {'a': 1}"
+    assert tool.call({**given, "count": None}, 1.0).startswith("soup None")
+    for wrong in ({"size": "huge"}, {"marks": ["x"]}, {"marks": "1, 2"}, {"more": []}):
+        with pytest.raises(ToolError, match=f"{next(iter(wrong))} must be"):
+            tool.call({**given, **wrong}, 1.0)
+
+
+def of_a_set(words: set[str]) -> str:
+    return " ".join(words)
+
+
+def of_two(word: str | int) -> str:
+    return f"{word}"
+
+
+def of_a_mixture(word: Literal["a", 1]) -> str:
+    return f"{word}"
+
+
+def of_an_unknown(word: Unknown) -> str:  # type: ignore[name-defined]  # noqa: F821
+    return f"{word}"
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (of_a_set, "the type of 'words'"),
+        (of_two, "the type of 'word'"),
+        (of_a_mixture, "the type of 'word'"),
+        (of_an_unknown, "types cannot be read: name 'Unknown' is not defined"),
+    ],
+)
+def test_a_type_that_a_model_cannot_be_told_is_refused(function: Any, said: str) -> None:
+    with pytest.raises(UserError, match=f"^tools: .*{said}.*{function.__name__}") as refused:
+        make_tools([(f"{__name__}:{function.__name__}", {})])
+    assert "\n" not in str(refused.value)
 
 
 def test_a_corpus_may_be_a_function_in_the_folder_of_the_command(

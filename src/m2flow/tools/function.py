@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import typing
 from collections.abc import Callable, Mapping
+from types import NoneType, UnionType
 from typing import Any
 
+from m2flow.errors import UserError
 from m2flow.tools.tool import ToolError
 
-_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_TYPES = {
+    str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object",
+}  # fmt: skip
 
 
 class FunctionTool:
@@ -20,32 +25,30 @@ class FunctionTool:
     A call that takes too long is left to itself.
 
     Args:
-        function: takes texts, numbers and truth values, and returns what has a text; it may be a
-            coroutine function, which is run to its end.
+        function: takes texts, numbers, truth values, lists and objects, and returns what has a
+            text; it may be a coroutine function, which is run to its end. A parameter without a
+            type is told as a text; `*args` and `**kwargs` are not told.
+
+    Raises:
+        UserError: a parameter has a type that a model cannot be told.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self.description = inspect.getdoc(function) or self.name
-        self._signature = inspect.signature(function)
         try:
-            hints = typing.get_type_hints(function)
-        except (NameError, TypeError):
-            hints = {}
-        parameters = self._signature.parameters.values()
+            self._signature = inspect.signature(function, eval_str=True)
+        except (NameError, AttributeError, SyntaxError) as error:
+            raise _untold(f"its types cannot be read: {error}", self.name) from error
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        self._kinds = {
-            one.name: hints[one.name]
-            for one in parameters
-            if hints.get(one.name) in _TYPES and one.kind not in several
-        }
-        described = {one.name: {"type": _TYPES[self._kinds.get(one.name, str)]}
-                     for one in parameters}  # fmt: skip
-        required = [one.name for one in parameters if one.default is one.empty]
+        told = [one for one in self._signature.parameters.values() if one.kind not in several]
+        self._kinds = {one.name: one.annotation for one in told if one.annotation is not one.empty}
         self.parameters: Mapping[str, Any] = {
-            "type": "object", "properties": described, "required": required
-        }  # fmt: skip
+            "type": "object",
+            "properties": {one.name: self._described(one.name) for one in told},
+            "required": [one.name for one in told if one.default is one.empty],
+        }
 
     def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
         """What the function returns, as text."""
@@ -61,14 +64,76 @@ class FunctionTool:
     def close(self) -> None:
         """A function holds nothing."""
 
+    def _described(self, name: str) -> dict[str, Any]:
+        kind = self._kinds.get(name, str)
+        schema = _schema(kind)
+        if schema is None:
+            said = inspect.formatannotation(kind)
+            raise _untold(f"a model cannot be told the type of {name!r}", f"{self.name}: {said}")
+        return schema
 
-def _read_as(kind: type, name: str, value: Any) -> Any:
+
+def _untold(why: str, value: str) -> UserError:
+    return UserError(
+        why,
+        key="tools",
+        value=value,
+        expected="str, int, float, bool, list, dict, Literal[...], Any, or T | None of one of them",
+    )
+
+
+def _bare(kind: Any) -> Any:
+    """A type without what is noted beside it, and without None."""
+    while True:
+        inner = typing.get_args(kind)
+        if typing.get_origin(kind) in (typing.Union, UnionType):
+            inner = tuple(one for one in inner if one is not NoneType)
+            if len(inner) > 1:
+                return kind
+        elif typing.get_origin(kind) is not typing.Annotated:
+            return kind
+        kind = inner[0]
+
+
+def _schema(kind: Any) -> dict[str, Any] | None:
+    """The JSON schema of a type's values; None where there is none."""
+    kind = _bare(kind)
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if kind is Any:
+        return {}
+    if origin is typing.Literal:
+        (of, *others) = {type(value) for value in inner}
+        return None if others or of not in _TYPES else {"type": _TYPES[of], "enum": list(inner)}
+    if origin is list and inner:
+        items = _schema(inner[0])
+        return None if items is None else {"type": "array", "items": items}
+    return {"type": _TYPES[origin]} if isinstance(origin, type) and origin in _TYPES else None
+
+
+def _read_as(kind: Any, name: str, value: Any) -> Any:
     """An argument as its parameter's type; where a dialect has no types it comes as a text.
 
     Raises:
         ToolError: it is none of that type.
     """
-    if value is None or (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)):
+    kind = _bare(kind)
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if value is None or kind is Any:
+        return value
+    if origin is typing.Literal:
+        chosen = _read_as(type(inner[0]), name, value)
+        if chosen not in inner:
+            raise ToolError(f"{name} must be one of {list(inner)}, and is {value!r}")
+        return chosen
+    value = _converted(origin, name, value)
+    if origin is list and inner:
+        return [_read_as(inner[0], name, one) for one in value]
+    return value
+
+
+def _converted(kind: type, name: str, value: Any) -> Any:
+    """A value as one of `_TYPES`."""
+    if isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
     whole = isinstance(value, float) and value.is_integer()  # as JSON may write a whole number
@@ -79,6 +144,10 @@ def _read_as(kind: type, name: str, value: Any) -> Any:
             return {"true": True, "false": False}[value.strip().lower()]
         if kind in (int, float) and isinstance(value, str):
             return kind(value)
-    except (ValueError, KeyError):
+        if kind in (list, dict) and isinstance(value, str):
+            read = json.loads(value)
+            if isinstance(read, kind):
+                return read
+    except (ValueError, KeyError, RecursionError):
         pass
     raise ToolError(f"{name} must be of the type {_TYPES[kind]}, and is {value!r}")
