@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from m2flow.environments.deadlines import Deadlines
-from m2flow.environments.process import Source
+from m2flow.environments.process import SimulatorProcess, Source
 from m2flow.environments.processes import ProcessEnvironments
 from m2flow.environments.serial import SerialEnvironments
 from m2flow.errors import RunFailed, UserError
@@ -216,6 +216,24 @@ def test_a_process_that_hangs_is_killed_at_its_deadline(tmp_path):
         ids = [row for row in range(4) if outcome.failed[row]]
         vector.reset(ids, [7, 8])
         assert not vector.step(actions(4)).failed.any()
+    finally:
+        vector.close()
+
+
+def test_a_reset_that_hangs_is_waited_for_once(monkeypatch):
+    """It was tried three times, which took longer than a call may take."""
+    vector = hosted("Stuck", 2, 2, Deadlines(start=60, reset=0.5, step=30, render=30))
+    starts = []
+    start = SimulatorProcess.start
+    monkeypatch.setattr(SimulatorProcess, "start", lambda one: (starts.append(1), start(one))[1])
+    try:
+        vector.reset(None, [7, 8])
+        assert vector.failures == Counter(hung=1)
+        assert len(starts) == 1
+        assert vector.step(actions(2)).failed.tolist() == [True, False]
+        vector.reset([0], [9])
+        assert not vector.step(actions(2)).failed.any()
+        assert vector.failures == Counter(hung=1)
     finally:
         vector.close()
 

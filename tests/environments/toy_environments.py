@@ -130,6 +130,15 @@ class Broken(Walk):
         raise RuntimeError("no licence")
 
 
+class Stuck(Walk):
+    """Never comes back from a reset with the seed 7."""
+
+    def reset(self, seed, initial_state):
+        if seed == 7:
+            time.sleep(3600)
+        super().reset(seed, initial_state)
+
+
 class Slow(Walk):
     """Takes its time for each step."""
 

@@ -44,12 +44,14 @@ class _Sent:
         pids: by number of the process.
         seconds: how long a process may go without moving on.
         results: of the processes that have answered.
+        lost: the processes that were lost over it, and how.
         raised: what one of them refused.
     """
 
     pids: Mapping[int, int]
     seconds: float
     results: dict[int, Any] = field(default_factory=dict)
+    lost: dict[int, Lost] = field(default_factory=dict)
     raised: Exception | None = None
 
 
@@ -125,7 +127,7 @@ class ProcessEnvironments(VectorEnvironment):
         results = self._call(
             {p.number: ("render", _slots(p, mine)) for p, mine in self._dealt(chosen)},
             self._deadlines.render,
-        )
+        ).results
         for process, mine in self._dealt(chosen):
             pictures.update(zip(mine, results.get(process.number, []), strict=False))
         self._note(self._report())
@@ -133,7 +135,7 @@ class ProcessEnvironments(VectorEnvironment):
 
     def state(self) -> bytes:
         commands = {process.number: ("state",) for process in self._processes}
-        results = self._call(commands, self._deadlines.render)
+        results = self._call(commands, self._deadlines.render).results
         episodes: list[Episode | None] = []
         for process in self._processes:
             episodes += results.get(process.number) or [None] * len(process.ids)
@@ -183,13 +185,18 @@ class ProcessEnvironments(VectorEnvironment):
                 )
                 for process, mine in dealt
             }
-            results = self._call(commands, self._deadlines.reset)
+            sent = self._call(commands, self._deadlines.reset)
             failed = {failure.slot for failure in self._lost if failure.cause == "reset"}
+            left = []
             for process, mine in dealt:
-                if process.number in results:
+                lost = sent.lost.get(process.number)
+                if process.number in sent.results:
                     self._running |= set(mine) - failed
                     process.shorten_log()
-            left = [i for process, mine in dealt if process.number not in results for i in mine]
+                elif lost is not None and lost.cause == "hung":  # as it would once more
+                    self._lost += [Failure(index, *lost) for index in mine]
+                else:
+                    left += mine
             if not left:
                 break
         for index in left:
@@ -239,11 +246,13 @@ class ProcessEnvironments(VectorEnvironment):
             dealt.setdefault(self._process_of[index].number, []).append(index)
         return [(self._processes[number], mine) for number, mine in dealt.items()]
 
-    def _call(self, commands: Mapping[int, tuple[Any, ...]], seconds: float) -> dict[int, Any]:
+    def _call(self, commands: Mapping[int, tuple[Any, ...]], seconds: float) -> _Sent:
         """What the processes answer; nothing of those that are starting or are lost over it."""
         while self._unanswered:
             self._receive(self._unanswered.pop(0))
-        return self._answers(self._send(commands, seconds))
+        sent = self._send(commands, seconds)
+        self._answers(sent)
+        return sent
 
     def _send(self, commands: Mapping[int, tuple[Any, ...]], seconds: float) -> _Sent:
         """Send commands to the processes that are ready. A process answers them in order."""
@@ -270,6 +279,7 @@ class ProcessEnvironments(VectorEnvironment):
         for number, reply in await_replies(called, sent.seconds, self._progress).items():
             process = self._processes[number]
             if isinstance(reply, Lost):
+                sent.lost[number] = reply
                 self._replace(process, reply)
             elif reply[0] == "error":
                 sent.raised = reply[1]
