@@ -6,6 +6,7 @@ The processes are real, and so are kills and hangs.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -234,6 +235,54 @@ def test_a_reset_that_hangs_is_waited_for_once(monkeypatch):
         vector.reset([0], [9])
         assert not vector.step(actions(2)).failed.any()
         assert vector.failures == Counter(hung=1)
+    finally:
+        vector.close()
+
+
+def test_what_processes_are_sent_needs_no_version_of_numpy(monkeypatch):
+    """NumPy 2 names modules in pickled arrays that an older one does not have."""
+    sent = []
+    send = SimulatorProcess.send
+
+    def spy(process, command, seconds=60.0):
+        sent.append((command[0], pickle.dumps(command)))
+        send(process, command, seconds)
+
+    monkeypatch.setattr(SimulatorProcess, "send", spy)
+    vector = hosted(num_envs=2, num_processes=1)
+    try:
+        vector.reset(None, [0, 1])
+        vector.step(actions(2))
+        vector.restore(vector.state())
+        vector.step(actions(2))
+    finally:
+        vector.close()
+    assert {"step", "restore"} <= {name for name, _ in sent}
+    assert [name for name, told in sent if b"numpy" in told] == []
+
+
+def test_a_simulators_own_state_is_pickled_where_the_simulator_is(walk):
+    there = hosted(num_envs=2, num_processes=1, restores="saved")
+    here = SerialEnvironments(lambda: walk(restores="saved"), 2)
+    try:
+        there.reset(None, [0, 1])
+        there.step(actions(2))
+        state = there.state()
+        assert all(isinstance(one.saved, bytes) and one.saved for one in pickle.loads(state))
+        here.restore(state)
+        there.restore(here.state())
+        left, right = (vector.step(actions(2, 2, 1)) for vector in (there, here))
+        same(left.observation, right.observation)
+    finally:
+        there.close()
+
+
+def test_a_simulator_has_one_thread_whatever_its_lane_has(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    vector = hosted("Threads", 1, 1)
+    try:
+        vector.reset(None, [0])
+        assert vector.step(actions(1)).reward.tolist() == [[1.0, 1.0]]
     finally:
         vector.close()
 

@@ -139,6 +139,13 @@ class Stuck(Walk):
         super().reset(seed, initial_state)
 
 
+class Threads(Walk):
+    """Rewards with the number of threads that its process is told to use."""
+
+    def step(self, action):
+        return super().step(action)._replace(reward=float(os.environ["OMP_NUM_THREADS"]))
+
+
 class Slow(Walk):
     """Takes its time for each step."""
 

@@ -5,6 +5,7 @@ standard input, a pipe that ends with the parent. It imports the simulator and N
 
     ("make", name, options, count) -> ("made", EnvironmentSpec)
     ("attach", descriptor, spec of all, processes, own number, first environment) -> ("attached",)
+    ("step", slots, shape, dtype, bytes of the actions) -> as of any other method, which is
     (method of Slots, arguments)   -> ("done", result, new failures, instructions)
     whatever goes wrong outside a simulator's own call -> ("error", exception)
 """
@@ -17,6 +18,8 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
+
+import numpy as np
 
 from m2flow.environments.memory import ObservationMemory
 from m2flow.environments.registry import maker
@@ -62,6 +65,9 @@ class _Child:
             mine = slice(first, first + len(self.slots.instructions))
             self.slots.memory = {name: rows[mine] for name, rows in self.memory.rows.items()}
             return ("attached",)
+        if command == "step":
+            slots, shape, dtype, figures = arguments
+            arguments = [slots, np.frombuffer(bytearray(figures), dtype).reshape(shape)]
         result = getattr(self.slots, command)(*arguments)
         if command == "step":
             result = result.tobytes()  # which are read and written faster than an array

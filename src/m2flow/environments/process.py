@@ -87,7 +87,8 @@ class SimulatorProcess:
             stdout=self._log,
             stderr=self._log,
             pass_fds=(theirs.fileno(), self._descriptor),
-            env={"OMP_NUM_THREADS": "1", **os.environ, **self.source.variables},
+            # One thread, where a lane has set as many for itself as it has cores.
+            env={**os.environ, "OMP_NUM_THREADS": "1", **self.source.variables},
         )
         theirs.close()
         self.send(("make", self.source.name, dict(self.source.options), len(self.ids)))

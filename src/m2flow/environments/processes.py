@@ -214,7 +214,9 @@ class ProcessEnvironments(VectorEnvironment):
         commands = {}
         for process, mine in dealt:
             rows = [row_of[index] for index in mine]
-            commands[process.number] = ("step", _slots(process, mine), action_BKA[rows])
+            figures = action_BKA[rows]  # as bytes: another version of NumPy may read them
+            told = figures.shape, figures.dtype.str, figures.tobytes()
+            commands[process.number] = ("step", _slots(process, mine), *told)
         sent = self._send(commands, self._deadlines.step)
 
         def end() -> tuple[Steps, Sequence[Failure]]:

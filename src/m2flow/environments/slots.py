@@ -11,6 +11,7 @@ Legend: B slots concerned, K actions of a chunk, A figures of an action.
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -43,7 +44,7 @@ class Episode:
         observed: the steps after which it was observed, where the environment looks back.
         steps: how many.
         over: it has terminated or was truncated.
-        saved: the simulator's own state, in what `state` returns.
+        saved: the simulator's own state, pickled where the simulator is, in what `state` returns.
     """
 
     seed: int
@@ -52,7 +53,15 @@ class Episode:
     observed: list[int] = field(default_factory=list)
     steps: int = 0
     over: bool = False
-    saved: Any = None
+    saved: bytes = b""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields, with actions as bytes: another version of NumPy may read them."""
+        return {**vars(self), "actions": [action.tobytes() for action in self.actions]}
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        actions = [np.frombuffer(figures, np.float32).copy() for figures in fields["actions"]]
+        vars(self).update(fields, actions=actions)
 
 
 class Failure(NamedTuple):
@@ -208,12 +217,13 @@ class Slots:
     def _save(self, slot: int) -> None:
         episode = self._episodes[slot]
         if episode is not None and self.spec.restores == "saved":
-            self._episodes[slot] = replace(episode, saved=self._environments[slot].state())
+            saved = pickle.dumps(self._environments[slot].state())
+            self._episodes[slot] = replace(episode, saved=saved)
 
     def _carry_on(self, slot: int, before: Episode) -> None:
         environment = self._environments[slot]
         if self.spec.restores == "saved":
-            environment.restore(before.saved)
+            environment.restore(pickle.loads(before.saved))
         observed = set(before.observed)
         for step, action in enumerate(before.actions, start=1):
             environment.step(action)
@@ -221,7 +231,7 @@ class Slots:
                 environment.observe()
             self._progress()
         actions, observed_at = list(before.actions), list(before.observed)
-        carried_on = replace(before, actions=actions, observed=observed_at, saved=None)
+        carried_on = replace(before, actions=actions, observed=observed_at, saved=b"")
         self._episodes[slot] = carried_on
         self._observe(slot)
         self._progress()
