@@ -6,6 +6,7 @@ an argument.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from m2flow.environments import rendering
@@ -61,13 +62,20 @@ def hosted(
     copy: bool = True,
     deadlines: Deadlines | None = None,
     python: str | None = None,
+    gpus: Sequence[str] = (),
 ) -> VectorEnvironment:
-    """See `make_environments`, whose arguments these are."""
+    """See `make_environments`, whose arguments these are.
+
+    Args:
+        gpus: numbers of the accelerators on whose first one processes are to draw, where they can
+            be told; see `rendering.device_variables`.
+    """
     if python is None:
         maker(name, options)  # refuses before a process is started
     variables = variables_of(name, options)
     if not processes:
         rendering.use_here(variables, required=needs_renderer(name, options))
         return SerialEnvironments(maker(name, options), num_envs)
+    variables = {**variables, **rendering.device_variables(variables, gpus)}
     source = Source(name, options, python, variables)
     return ProcessEnvironments(source, num_envs, processes, deadlines=deadlines, copy=copy)

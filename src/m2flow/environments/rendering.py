@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,8 +42,10 @@ of_kind = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_int, ctypes.c_void_p, ctypes.
 of_kind(query)(16, made, ctypes.byref(count))
 kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
 egl.eglInitialize.argtypes = [ctypes.c_void_p] * 3
-works = [kind(display_of)(0x313F, made[n], None) for n in range(count.value)]
-works = [display for display in works if display and egl.eglInitialize(display, None, None)]
+displays = [kind(display_of)(0x313F, made[n], None) for n in range(count.value)]
+works = [n for n, display in enumerate(displays)
+    if display and egl.eglInitialize(display, None, None)]
+print(*works)
 print(f"{len(works)} of {count.value} devices")
 raise SystemExit(0 if works else "no device works")
 """
@@ -84,11 +86,13 @@ class Backend:
         name: "egl", "osmesa" or "vulkan".
         works: whether it can be used here.
         detail: what was found, in a few words.
+        devices: numbers of the devices that work, where the back end counts devices.
     """
 
     name: str
     works: bool
     detail: str
+    devices: tuple[str, ...] = ()
 
 
 @cache
@@ -107,7 +111,8 @@ def probe(name: str) -> Backend:
     except OSError as error:
         return Backend(name, False, f"no process could ask it: {error.strerror or error}")
     said = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()
-    return Backend(name, ran.returncode == 0, said[-1] if said else f"ended by {ran.returncode}")
+    works, detail = ran.returncode == 0, said[-1] if said else f"ended by {ran.returncode}"
+    return Backend(name, works, detail, tuple(said[0].split()) if works and said[1:] else ())
 
 
 def backends() -> list[Backend]:
@@ -168,6 +173,31 @@ def variables(renderer: str, *, required: bool = True) -> Mapping[str, str]:
             raise
         return {}
     return {} if renderer == "vulkan" else {"MUJOCO_GL": name, "PYOPENGL_PLATFORM": name}
+
+
+def device_variables(chosen: Mapping[str, str], gpus: Sequence[str]) -> Mapping[str, str]:
+    """Environment variables by which a process of MuJoCo draws on the first of some accelerators.
+
+    EGL counts all accelerators of the machine, whatever CUDA_VISIBLE_DEVICES names, and MuJoCo
+    takes the first that works unless MUJOCO_EGL_DEVICE_ID names one. robosuite reads
+    CUDA_VISIBLE_DEVICES too, and knows numbers alone; like robosuite, this takes EGL's numbers for
+    the driver's. What the environment says already stays, and a number of which EGL knows no
+    device that works is not named.
+
+    Args:
+        chosen: what `variables` gives; where that is nothing, the environment may name a back end.
+        gpus: numbers that the driver gives to the accelerators of this process.
+
+    Returns:
+        No variables where another back end draws, or there are no numbers.
+    """
+    backend = chosen.get("MUJOCO_GL", os.environ.get("MUJOCO_GL", ""))
+    if not gpus or backend.lower() != "egl":
+        return {}
+    found = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    if "MUJOCO_EGL_DEVICE_ID" not in os.environ and gpus[0] in probe("egl").devices:
+        found["MUJOCO_EGL_DEVICE_ID"] = gpus[0]
+    return found
 
 
 def use_here(chosen: Mapping[str, str], *, required: bool = True) -> None:

@@ -100,6 +100,15 @@ def gpu_names() -> tuple[str, ...]:
     return _of_each_gpu("name")
 
 
+def gpu_numbers() -> tuple[str, ...]:
+    """Numbers of what CUDA_VISIBLE_DEVICES names, among all accelerators of the machine.
+
+    Empty where it is not set, or names one whose number the driver does not tell.
+    """
+    chosen = _chosen_gpus() or []
+    return tuple(chosen) if all(map(str.isdigit, chosen)) else _of_each_gpu("index")
+
+
 def _chosen_gpus() -> list[str] | None:
     """What CUDA_VISIBLE_DEVICES names, up to the first that names none; None if it is not set."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -83,6 +83,7 @@ class Simulator(Worker):
 
     def _made(self, count: int) -> Any:
         from m2flow.environments.hosting import hosted
+        from m2flow.plan.machine import gpu_numbers
 
         return hosted(
             self.environment.name,
@@ -91,6 +92,7 @@ class Simulator(Worker):
             processes=min(count, self._processes()),
             python=self.environment.python,
             deadlines=self.environment.hung_after,
+            gpus=gpu_numbers(),
             copy=False,  # the recordings copy what they are shown
         )
 
