@@ -62,6 +62,20 @@ def test_processes_stay_for_later_calls(toolbox: Toolbox) -> None:
     assert toolbox.carry_out([ToolCall("process", {})])[0].text == first
 
 
+def test_a_process_that_died_while_nobody_called_it_costs_no_call(toolbox: Toolbox) -> None:
+    """It was handed out, and the call failed."""
+    dead = int(toolbox.carry_out([ToolCall("process", {})])[0].text)
+    free = toolbox.tools["process"]._servers._free  # type: ignore[attr-defined]
+    os.kill(dead, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while not free[-1].silent:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (found,) = toolbox.carry_out([ToolCall("process", {})])
+    assert not found.failure
+    assert int(found.text) != dead
+
+
 def test_arguments_that_the_protocol_refuses_are_the_callers_mistake(toolbox: Toolbox) -> None:
     before = toolbox.carry_out([ToolCall("process", {})])[0].text
     (refused,) = toolbox.carry_out([ToolCall("strict", "dog")])

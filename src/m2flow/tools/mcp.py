@@ -15,10 +15,10 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 from m2flow.errors import UserError
 from m2flow.tools.tool import ToolError, ToolFailed
@@ -208,9 +208,13 @@ class Servers:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _taken(self) -> _ServerProcess:
+        """A free process, or a new one; those that have died meanwhile are let go of."""
         with self._lock:
-            if self._free:
-                return self._free.pop()
+            while self._free:
+                process = self._free.pop()
+                if not process.silent:
+                    return process
+                asyncio.run_coroutine_threadsafe(process.end(), self._loop)
             process = _ServerProcess(self._command, self._env)
             self._all = [one for one in self._all if not one.ended.is_set()] + [process]
         asyncio.run_coroutine_threadsafe(process.run(), self._loop)
@@ -236,6 +240,7 @@ class _ServerProcess:
     Attributes:
         started: done when the process has said which tools it has.
         listed: these tools.
+        silent: whether the process can answer nothing more, as far as is known.
         ended: whether the process is gone.
     """
 
@@ -246,6 +251,7 @@ class _ServerProcess:
         self._running: anyio.CancelScope
         self.started: Future[None] = Future()
         self.listed: Sequence[Any] = ()
+        self.silent = False
         self.ended = threading.Event()
         self._answer: Future[Any] = Future()
 
@@ -262,6 +268,9 @@ class _ServerProcess:
             raise ToolFailed("the server has ended")
         loop.call_soon_threadsafe(self._asked.put_nowait, (tool, arguments, seconds, answer))
         return answer
+
+    def _fall_silent(self) -> None:
+        self.silent = True
 
     async def end(self) -> None:
         """Have the task end the process, whatever it waits for."""
@@ -285,7 +294,7 @@ class _ServerProcess:
                 with anyio.CancelScope() as self._running:
                     async with (
                         stdio_client(words, errlog=errors) as (read, write),
-                        ClientSession(read, write) as session,
+                        ClientSession(_Watched(read, self._fall_silent), write) as session,
                     ):
                         async with asyncio.timeout(START_SECONDS):
                             await session.initialize()
@@ -308,6 +317,40 @@ class _ServerProcess:
                 for waiting in (self.started, self._answer):
                     if not waiting.done():
                         waiting.set_exception(ToolFailed(why))
+
+
+class _Watched:
+    """A stream of a process's messages that tells when no other can come.
+
+    Args:
+        stream: as the package gives it.
+        over: called at the end.
+    """
+
+    def __init__(self, stream: Any, over: Callable[[], None]) -> None:
+        self._stream, self._over = stream, over
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self._stream.__anext__()
+        except BaseException:
+            self._over()
+            raise
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def receive(self) -> Any:
+        return await self._stream.receive()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
 
 async def _listed(session: Any) -> list[Any]:
