@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -64,6 +65,73 @@ def test_characters_of_several_bytes(text: str, strings: list[str], more: list[i
     """A character is there with its last byte; bytes that are no text, and ends, stop nothing."""
     tokens = [*more, *BYTES.encode(text)]
     assert watched(tokens, strings, of_bytes) == slowly(tokens, strings, of_bytes)
+
+
+def of_runs(ids: Sequence[int]) -> str:
+    """As byte fallback: plain tokens, and runs of bytes that are no text for one wrong byte.
+
+    Token 256 + c is the character c by itself.
+    """
+    text = ""
+    for plain, run in groupby(ids, lambda token: token >= 256):
+        tokens = list(run)
+        if plain:
+            text += "".join(chr(token - 256) for token in tokens)
+            continue
+        try:
+            text += bytes(tokens).decode()
+        except UnicodeDecodeError:
+            text += "\ufffd" * len(tokens)
+    return text
+
+
+def plain(text: str) -> list[int]:
+    return [256 + ord(character) for character in text]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "end"),
+    [
+        ([*"🙂🙂🙂🙂🛑".encode()], "🛑", 20),
+        ([*plain("abcdef"), *"🙂🙂🙂\n\n".encode()], "\n\n", 20),
+    ],
+)
+def test_no_byte_is_cut_off_that_makes_a_run_of_bytes_text(
+    tokens: list[int], stop: str, end: int
+) -> None:
+    assert slowly(tokens, [stop], of_runs) == end
+    assert watched([*tokens, *plain("and on")], [stop], of_runs) == end
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    pieces=st.lists(
+        st.text(alphabet="ab\né漢🙂", max_size=9).flatmap(
+            lambda text: st.sampled_from([plain(text), list(text.encode())])
+        ),
+        max_size=12,
+    ),
+    strings=st.lists(st.text(alphabet="ab\né漢🙂", min_size=1, max_size=4), min_size=1),
+    wrong=st.lists(st.integers(0, 255), max_size=3),
+)
+def test_runs_of_bytes_among_plain_tokens(
+    pieces: list[list[int]], strings: list[str], wrong: list[int]
+) -> None:
+    tokens = [*wrong, *(token for piece in pieces for token in piece)]
+    assert watched(tokens, strings, of_runs) == slowly(tokens, strings, of_runs)
+
+
+@pytest.mark.parametrize("character", ["a", "é", "漢", "🙂"])
+def test_little_text_is_made_of_runs_of_bytes_too(character: str) -> None:
+    sizes: list[int] = []
+
+    def counted(ids: Sequence[int]) -> str:
+        sizes.append(len(ids))
+        return of_runs(ids)
+
+    stop = StopStrings(("User:",), counted)
+    assert not any(stop.completed_by(byte) for byte in character.encode() * 500)
+    assert max(sizes) < 60
 
 
 def test_little_text_is_made_at_each_token() -> None:

@@ -3,7 +3,9 @@
 The text of a completion is what a function makes of all of its tokens; a completion ends with the
 first token after which a stop string is part of it, however many tokens the string spans. Only the
 end of the completion is turned into text again at each token: enough of it that no string can begin
-before, and some tokens more, since the text of a token may depend on those beside it.
+before, and some tokens more, since the text of a token may depend on those beside it. Tokens are
+dropped only where the text of the others is the end of the text as it was: a decoder may call a
+whole run of bytes no text for one of them, such as the second half of a character.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 TextOf = Callable[[Sequence[int]], str]
+
+NO_TEXT = "\ufffd"
+"""What decoders write for bytes that are no text, or not yet."""
 
 CONTEXT_TOKENS = 8
 """Tokens on which the text of the next may depend: bytes of one character, spaces, special ones."""
@@ -43,5 +48,7 @@ class StopStrings:
         if half > CONTEXT_TOKENS and len(text) > 2 * self._longest:
             kept = self._end[half:]
             if len(self._text_of(kept[CONTEXT_TOKENS:])) >= self._longest:
-                self._end = kept
+                left = self._text_of(kept)
+                if NO_TEXT not in left and text.endswith(left):
+                    self._end = kept
         return False
