@@ -78,6 +78,14 @@ class TensorParallel:
             torch.distributed.all_reduce(term, group=self.group)
         return term
 
+    def least(self, number: int) -> int:
+        """The least of the numbers that the lanes call it with. Collective."""
+        if self.size == 1:
+            return number
+        numbers = torch.tensor([number])  # on the CPU: an accelerator would have to be awaited
+        torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MIN, group=self.group)
+        return int(numbers)
+
     def agree(self, token_B: Tensor, logprob_B: Tensor) -> tuple[Tensor, Tensor]:
         """What one lane has drawn, on all of them: no rounding can part the lanes. Collective.
 

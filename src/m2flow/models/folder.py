@@ -7,6 +7,7 @@ that names it; nothing is repaired.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -158,6 +159,20 @@ def is_copied(path: str | Path, dtype: torch.dtype) -> bool:
                 if _SINGLE_EXPERT.search(tensor) or weights.get_slice(tensor).get_dtype() != kind:
                     return True
     return False
+
+
+def weight_count(path: str | Path) -> int:
+    """Elements of all tensors in a model folder, by the headers of its files.
+
+    Raises:
+        UserError: the folder, its `config.json` or its weights are missing or incomplete.
+    """
+    count = 0
+    for file in weight_files(checked_folder(path)):
+        with safe_open(file, framework="pt") as weights:
+            for tensor in weights.keys():  # noqa: SIM118  (it cannot be gone through)
+                count += math.prod(weights.get_slice(tensor).get_shape())
+    return count
 
 
 def check_safetensors(file: Path) -> None:

@@ -110,6 +110,7 @@ class Generator(Worker):
         self._stop_ids, self._stop_strings = self.model.ends(self.stop_strings())
         dtype = dtype_on(self.dtype, place.device)
         self._whole = None if self.adapted is None else self.adapted.tensors(place.device)
+        cache_bytes = self._cache_bytes(place, dtype)
         implementation = ENGINES[self.engine_name].implementation
         if implementation is not None:
             from m2flow.models.folder import model_folder
@@ -121,22 +122,32 @@ class Generator(Worker):
                 max_running=self.max_running,
                 dtype=dtype,
                 device=place.device,
-                cache_bytes=_cache_bytes(self.cache_gb, place),
+                cache_bytes=cache_bytes,
                 stop_strings=bool(self._stop_strings),
                 scratch=place.spill,
             )
             return
         with in_turn(place, self.model):
-            self.engine = self._native(place, dtype)
+            self.engine = self._native(place, dtype, cache_bytes)
 
-    def _native(self, place: Place, dtype: torch.dtype) -> NativeEngine:
+    def _cache_bytes(self, place: Place, dtype: torch.dtype) -> int | None:
+        """What keys and values may take beside the weights: the same on all lanes of the gang.
+
+        Collective: lanes that had room for unequally many sequences would not draw in step.
+        """
+        from m2flow.generation.tensor_parallel import TensorParallel
+        from m2flow.models.folder import weight_count
+
+        weight_bytes = weight_count(self.model.path) * dtype.itemsize // place.gang.size
+        here = _cache_bytes(self.cache_gb, place, weight_bytes)
+        return None if here is None else TensorParallel.of(place.gang).least(here)
+
+    def _native(self, place: Place, dtype: torch.dtype, cache_bytes: int | None) -> NativeEngine:
         """The native engine with the initial weights, copied out of the model that is loaded."""
         from m2flow.generation.native import NativeEngine
         from m2flow.generation.tensor_parallel import TensorParallel
 
         model = self.model.load(place.device, stays=False)
-        count = sum(parameter.numel() for parameter in model.parameters())
-        weight_bytes = count * dtype.itemsize // place.gang.size
         engine = NativeEngine(
             model.config,
             max_running=self.max_running,
@@ -144,7 +155,7 @@ class Generator(Worker):
             device=place.device,
             spill=place.spill,
             parallel=TensorParallel.of(place.gang),
-            cache_bytes=_cache_bytes(self.cache_gb, place, weight_bytes),
+            cache_bytes=cache_bytes,
             capture=_capture(place.device) if self.captured_decode else None,
             text_of=_text_of(self.model.tokenizer()) if self._stop_strings else None,
         )
