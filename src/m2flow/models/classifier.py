@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from m2flow.errors import UserError, suggestion
 from m2flow.models.causal_lm import load_tokenizer, loaded
+from m2flow.models.chat_template import written
 from m2flow.models.folder import checked_folder, from_folder, model_folder, read_json
 from m2flow.models.tokenizer import spelled_out
 from m2flow.training.sharded import WHOLE, Shards
@@ -128,7 +129,7 @@ class Conversations:
                 {"role": "user", "content": prompt},
                 {"role": "assistant", "content": spelled_out(answer, tokenizer)},
             ]
-            text = tokenizer.apply_chat_template(turns, tokenize=False)
+            text = written(tokenizer, turns, {})
             found = tokenizer(text, add_special_tokens=False)
         else:
             found = tokenizer(prompt, spelled_out(answer, tokenizer))

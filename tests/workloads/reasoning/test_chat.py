@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils import chat_template_utils
 
 from m2flow.errors import UserError
 from m2flow.models import causal_lm
 from m2flow.models.causal_lm import TinySpec, build_tiny
+from m2flow.models.chat_template import DATE, written
 from m2flow.models.tokenizer import byte_tokenizer
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import Examination
@@ -93,6 +96,48 @@ def test_the_system_prompt_and_options_reach_the_template(
     held_out = experiment.held_out()
     assert held_out is not None
     assert byte_tokenizer().decode(held_out["prompt_ids"][0]).startswith("<system>Add.")
+
+
+DATED = (
+    "{% if not date_string is defined %}"
+    "{% if strftime_now is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
+    "{% else %}{% set date_string = 'never' %}{% endif %}{% endif %}"
+    "{% macro hour() %}{{ strftime_now('%-H:%M') }}{% endmacro %}"
+    "[{{ date_string }}, {{ hour() }}]{% if tools %}[tools]{% endif %}{{ messages[-1].content }}"
+)
+"""A template that asks for the date, as Llama 3.2's."""
+
+
+class Clock(datetime):
+    """Tells a day on which the tests do not run."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Clock:
+        return cls(1999, 12, 31, 23, 59)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_prompts_are_the_same_on_every_day(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = {"default": DATED, "tool_use": DATED} if named else DATED
+    problems = [Problem("1+1=", "2")]
+    today = prompt_rows(tokenizer, problems, Chat())
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    assert rendered == "[31 Dec 1999, 23:59]", "so transformers tells it"
+    assert prompt_rows(tokenizer, problems, Chat()) == today
+    assert tokenizer.decode(today[0]) == "[26 Jul 2024, 0:00]1+1="
+    chosen = Chat(options={"date_string": "1 Jan 2026", "tools": [{"type": "function"}]})
+    (row,) = prompt_rows(tokenizer, problems, chosen)
+    assert tokenizer.decode(row) == "[1 Jan 2026, 0:00][tools]1+1="
+
+
+@pytest.mark.parametrize("form", ["%d %B %Y", "%Y-%m-%d", "%A, %-d. %b %y", "%H:%M:%S", "%j"])
+def test_a_date_has_the_form_that_its_template_asks_for(form: str) -> None:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = f"\n {{{{- strftime_now({form!r}) }}}}\n"
+    text = written(tokenizer, [{"role": "user", "content": ""}], {})
+    assert text == DATE.strftime(form)
 
 
 IM = (

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from m2flow.errors import UserError
+from m2flow.models.chat_template import written
 from m2flow.tools import ToolCall, ToolResult
 from m2flow.workloads.agentic.config import KEYS_OF_DIALECTS, EpisodeSection
 from m2flow.workloads.common.recipe import refuse_keys_of_others
@@ -288,9 +289,7 @@ def _after_turn(
         *messages,
     ]  # fmt: skip
     try:
-        text: str = tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, **options
-        )
+        text = written(tokenizer, turns, options, add_generation_prompt=True)
     except Exception as error:
         raise UserError(
             f"the chat template of the model's tokenizer cannot write turns of tools ({error})",

@@ -19,6 +19,7 @@ import torch
 
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Ragged
+from m2flow.models.chat_template import written
 from m2flow.models.folder import read_json
 from m2flow.workloads.reasoning.tasks import Problem
 
@@ -58,10 +59,7 @@ class Chat:
         turns = [*map(dict, before), {"role": "user", "content": prompt}]
         if self.system is not None and turns[0]["role"] != "system":
             turns.insert(0, {"role": "system", "content": self.system})
-        text: str = tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, **self.options
-        )
-        return text
+        return written(tokenizer, turns, self.options, add_generation_prompt=True)
 
 
 def turn_end(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
@@ -78,7 +76,7 @@ def turn_end(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
     said = "m2flow said"
     turns = [{"role": "user", "content": "m2flow asked"}, {"role": "assistant", "content": said}]
     try:
-        text: str = tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        text = written(tokenizer, turns, options)
     except Exception:  # noqa: BLE001, a template's own code: it need not write the model's turns
         return None
     _, found, rest = text.rpartition(said)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from m2flow.models.chat_template import written
 from m2flow.tools import ToolCall, ToolResult
 from m2flow.workloads.agentic.config import EpisodeSection
 from m2flow.workloads.agentic.dialect import ChatDialect
@@ -115,12 +116,12 @@ class Conversation:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> None:
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = written(
+                self._tokenizer,
                 [dict(message) for message in messages],
+                self._dialect.options,
                 tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
                 add_generation_prompt=True,
-                **self._dialect.options,
             )
         except Exception as error:
             raise RefusedRequest(f"the chat template refuses the messages: {error}") from error
