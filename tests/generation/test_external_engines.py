@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -31,13 +30,12 @@ from m2flow.generation.external_engine import (
     MOST_POSITIONS,
     ExternalEngine,
     Started,
-    _context_of,
     with_single_experts,
 )
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Completion, Request, SamplingParams
 from m2flow.generation.sglang_engine import SGLangEngine
-from m2flow.generation.supported import check_experts
+from m2flow.generation.supported import check_experts, limit_of
 from m2flow.generation.vllm_engine import BATCHED_TOKENS, VLLMEngine
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import character_tokenizer
@@ -342,9 +340,18 @@ def test_a_model_s_positions_are_those_before_factors_for_long_texts() -> None:
         ({"max_position_embeddings": 64}, 64),
         ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "linear"}}, 64),
         ({"max_position_embeddings": 131072, "rope_parameters": rope}, 4096),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
+                "rope_scaling": {"type": "su"},  # as published before it was called longrope
+            },
+            4096,
+        ),
+        ({"n_positions": 1024}, 1024),
         ({}, MOST_POSITIONS),  # such as a model that keeps a state
     ):
-        assert _context_of(SimpleNamespace(**given)) == positions
+        assert (limit_of(given)[1] or MOST_POSITIONS) == positions
 
 
 def test_its_end_is_an_error_of_one_line_within_seconds(

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from m2flow.errors import ProcessEnded, RunFailed
 from m2flow.generation.records import Completion, Request
-from m2flow.generation.supported import check_installed
+from m2flow.generation.supported import check_installed, limit_of
 from m2flow.models.folder import from_folder
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -127,7 +127,8 @@ class ExternalEngine(ABC):
         from transformers import AutoConfig
 
         config = from_folder(AutoConfig, Path(folder)).get_text_config()
-        self._vocab_size, self.context = config.vocab_size, _context_of(config)
+        self._vocab_size = config.vocab_size
+        self.context = limit_of(config.to_dict())[1] or MOST_POSITIONS
         self.version, self._reads_text = version, stop_strings
         self._seconds = start_seconds
         self._submitted = 0
@@ -414,18 +415,3 @@ def _embedding_of_head(weights: Mapping[str, Tensor]) -> str | None:
         return None
     others = ((name, weights[name]) for name in weights if name != HEAD)
     return next((name for name, x in others if x.data_ptr() == head.data_ptr()), None)
-
-
-def _context_of(config: Any) -> int:
-    """Positions that an engine computes: of `longrope` those that no factor is for.
-
-    vLLM and SGLang would take the factors of long texts for short ones too, and transformers, which
-    trains, goes by the length.
-    """
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if "longrope" in (rope.get("rope_type"), rope.get("type")):
-        first = rope.get("original_max_position_embeddings")
-        first = first or getattr(config, "original_max_position_embeddings", None)
-        if first is not None:
-            return int(first)
-    return getattr(config, "max_position_embeddings", None) or MOST_POSITIONS

@@ -138,6 +138,22 @@ def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from nested or [rope]
 
 
+def limit_of(config: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The key of a configuration that limits a text, and its tokens; None where there is no limit.
+
+    Of `longrope` the positions that no factor is for: vLLM and SGLang would take the factors of
+    long texts for short ones too, and transformers, which trains, goes by the length.
+    """
+    for rope in _ropes(config):
+        if {rope.get("rope_type"), rope.get("type")} & {"longrope", "su"}:
+            key = "original_max_position_embeddings"
+            if (first := rope.get(key) or config.get(key)) is not None:
+                return key, int(first)
+    key = "max_position_embeddings"
+    positions = config.get(key, config.get("n_positions"))  # of GPT-2
+    return key, None if positions is None else int(positions)
+
+
 SAMPLERS: Mapping[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """What may take tokens away before one is drawn, by the names of `SamplingParams`, and the values
 at which it takes none."""

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Place
-from m2flow.models.tokenizer import PAD_TOKEN
+from m2flow.models.tokenizer import PAD_TOKEN, byte_tokenizer
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import Examination
 from m2flow.workloads.common.start import describe, train
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.evaluation import answered
+from m2flow.workloads.reasoning.encoding import context_of
+from m2flow.workloads.reasoning.evaluation import answered, as_trained
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.workers import Generator
 
@@ -67,6 +69,40 @@ def test_what_an_engine_draws_is_what_the_learner_computes(engine: str, tmp_path
     assert [step["version"] for step in steps] == [1, 2, 3]
     for step in steps:  # with the weights of the version that was published before
         assert step["train/engine_gap"] < 1e-5
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_prompts_fit_into_the_positions_that_an_engine_computes(
+    engine: str, tmp_path: Path
+) -> None:
+    """Of a rope with factors for long texts they are fewer than the model has."""
+    folder, data = tmp_path / "phi", tmp_path / "rows.jsonl"
+    factors = [1.0] * 4
+    config = Phi3Config(
+        vocab_size=258, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=131072,
+        original_max_position_embeddings=4096, pad_token_id=257, eos_token_id=256,
+        rope_scaling={"type": "longrope", "long_factor": factors, "short_factor": factors},
+    )  # fmt: skip
+    Phi3ForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    rows = [{"question": f"{n}+1", "answer": n + 1} for n in range(40)]
+    rows[1] = {"question": "x" * 4100, "answer": 1}
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = changed(engine=engine) | {
+        "model": {"path": str(folder)},
+        "warmup": {"steps": 0},
+        "prompts_per_step": 1,
+        "data": {"task": "jsonl", "path": str(data), "template": "{question}="},
+    }
+    expected = r"rows\.jsonl:2: .*at most original_max_position_embeddings of .* = 4096"
+    with pytest.raises(UserError, match=expected):
+        ReasoningExperiment(ReasoningRecipe.model_validate(recipe))
+    asked = Examination(folder, data, template="{question}=", engine=engine)
+    assert as_trained(asked, context_of(str(folder))).max_new_tokens == 2048
+    with pytest.raises(UserError, match=r"original_max_position_embeddings = 4096"):
+        answered(asked)
 
 
 @pytest.mark.usefixtures("installed")

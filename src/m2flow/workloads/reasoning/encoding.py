@@ -19,6 +19,7 @@ import torch
 
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Ragged
+from m2flow.generation.supported import limit_of
 from m2flow.models.chat_template import written
 from m2flow.models.folder import read_json
 from m2flow.workloads.reasoning.tasks import Problem
@@ -262,6 +263,9 @@ def context_of(folder: str) -> int | None:
     Raises:
         UserError: there is no `config.json`, or it cannot be read.
     """
-    config = read_json(Path(folder).expanduser() / "config.json", "the architecture")
-    positions = config.get("max_position_embeddings", config.get("n_positions"))  # of GPT-2
-    return None if positions is None else int(positions)
+    return limit_of_folder(folder)[1]
+
+
+def limit_of_folder(folder: str) -> tuple[str, int | None]:
+    """The key of its `config.json` that says so, and `context_of`; errors are the same."""
+    return limit_of(read_json(Path(folder).expanduser() / "config.json", "the architecture"))

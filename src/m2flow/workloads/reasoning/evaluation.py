@@ -29,7 +29,7 @@ from m2flow.workloads.reasoning.data import (
     check_template,
     read_problems,
 )
-from m2flow.workloads.reasoning.encoding import Names, chat_of, context_of, encode
+from m2flow.workloads.reasoning.encoding import Names, chat_of, encode, limit_of_folder
 from m2flow.workloads.reasoning.named import loaded
 from m2flow.workloads.reasoning.reward_sections import RewardPart
 from m2flow.workloads.reasoning.rows import TO_HOLD_OUT
@@ -81,7 +81,7 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     """
     _check(asked)
     source = ModelSource.at(str(model_folder(asked.model)), "auto")
-    tokenizer, context = source.tokenizer(), context_of(source.path)
+    tokenizer, (limit, context) = source.tokenizer(), limit_of_folder(source.path)
     settings = as_trained(asked, context)
     assert settings.max_new_tokens is not None and settings.temperature is not None
     assert settings.reward is not None
@@ -90,7 +90,7 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     chat = chat_of(tokenizer, settings.chat, settings.system_prompt, options, key="--chat")
     problems = _problems(settings)
     seeds = [derive_seed(asked.seed, 2, index) for index in range(len(problems))]
-    names = Names(str(asked.data), "--max-new-tokens", "max_position_embeddings")
+    names = Names(str(asked.data), "--max-new-tokens", limit)
     batch = encode(problems, seeds, tokenizer, context, settings.max_new_tokens, names, chat)
     # Without a limit: the one model that has a state makes way for nobody.
     lanes = with_memory(asked.lanes or parse_lanes("auto"), None)

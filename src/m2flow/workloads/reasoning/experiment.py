@@ -33,8 +33,8 @@ from m2flow.workloads.reasoning.encoding import (
     SPECIAL_TOKENS,
     Names,
     chat_of,
-    context_of,
     encode,
+    limit_of_folder,
     may_not_fit,
     prompt_rows,
     token_rows,
@@ -111,9 +111,10 @@ class ReasoningExperiment:
         self._tiny = _tiny_spec(recipe) if recipe.model.path is None else None
         tokenizer = self._starting_tokenizer()
         path, positions = recipe.model.path, recipe.model.max_position_embeddings
-        self._context = positions if path is None else context_of(path)
+        self._context: int | None = positions
         if path is not None:
-            self.names = replace(self.names, context=f"max_position_embeddings of {path}")
+            key, self._context = limit_of_folder(path)
+            self.names = replace(self.names, context=f"{key} of {path}")
         data = recipe.data
         self._chat = chat_of(
             tokenizer, data.chat, data.system_prompt, self._chat_options(tokenizer)
