@@ -204,6 +204,10 @@ def test_a_reward_of_ones_own(run: Path, problems: Path, m2flow: M2flow, refused
         (["--limit", "-1"], ["--limit", "Invalid value"]),
         (["--temperature", "-0.5"], ["--temperature", "Invalid value"]),
         (["--temperature", "nan"], ["--temperature"]),
+        (["--min-p", "nan"], ["--min-p"]),
+        (["--top-p", "nan"], ["--top-p"]),
+        (["--cache-gb", "inf"], ["--cache-gb: is not finite"]),
+        (["--deadline-seconds", "inf"], ["--deadline-seconds: is not finite"]),
         (["--temperature", "inf"], ["--temperature", "got inf"]),
         (
             ["--temperature", "0.001", "--engine", "vllm"],

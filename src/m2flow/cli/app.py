@@ -378,8 +378,15 @@ def evaluate(
 
     if data is None or model.exists():  # of a published policy MODEL may be the word "tiny"
         check_model(model)
-    if temperature is not None and not math.isfinite(temperature):
-        raise UserError("is no temperature", key="--temperature", value=temperature)
+    for option, number in {
+        "--temperature": temperature,
+        "--top-p": top_p,
+        "--min-p": min_p,
+        "--cache-gb": cache_gb,
+        "--deadline-seconds": deadline_seconds,
+    }.items():
+        if number is not None and not math.isfinite(number):
+            raise UserError("is not finite", key=option, value=number)
     if on_bad_row not in ("fail", "skip"):
         raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
     if engine not in ENGINES:
