@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
@@ -27,6 +28,9 @@ from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import SharedPool, sweep
 from m2flow.runtime.transport.wire import UnsendableError
+from tests.runtime.transport.no_descriptors import DescriptorsFail, descriptors_fail
+
+__all__ = ["descriptors_fail"]
 
 KEY = b"between us"
 BATCH = Batch(
@@ -337,6 +341,32 @@ def test_what_a_killed_reader_held_comes_back(
     process.join()
     if not keep_connection:  # nobody heard: it is found dead when someone else comes
         Peers(None, KEY).fetch(server.address, 1, timeout=5)
+    deadline = time.monotonic() + 5
+    while pool.blocks_in_use():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("why", [None, errno.ENOSYS, errno.EMFILE])
+def test_peers_meet_where_processes_have_no_descriptors(
+    start: Any,
+    server: PayloadServer,
+    pool: SharedPool,
+    peers: Peers,
+    descriptors_fail: DescriptorsFail,
+    why: int | None,
+) -> None:
+    """Every run on lanes failed in such an interpreter or sandbox: the peer was lost for good."""
+    descriptors_fail(why)
+    for size in (10, 1_000_000):
+        assert peers.fetch(server.address, size, timeout=5).tolist() == [size] * size
+    assert pool.blocks_in_use() == 0
+    process, pipe = start(hold=True)
+    pipe.send((server.address, True))
+    assert pipe.recv() == float(BATCH["large"].sum())
+    assert pool.blocks_in_use() == 1
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
     deadline = time.monotonic() + 5
     while pool.blocks_in_use():
         assert time.monotonic() < deadline

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import select
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +29,7 @@ from m2flow.runtime.driver.spares import Spares
 from m2flow.runtime.driver.template import LaneTemplate, any_process_does
 from m2flow.runtime.lane.actor import LAUNCHER, VISIBLE, LaneAddress, LaneProcess
 from m2flow.runtime.transport.lines import LauncherLine, connect
+from m2flow.runtime.transport.process_watch import ProcessWatch
 
 START_SECONDS = 120.0
 """Longest that lanes may take to start."""
@@ -394,5 +392,6 @@ def _await_ends(processes: Collection[int]) -> None:
     """Wait until processes have ended: Ray calls them dead when it has told them to end."""
     deadline = time.monotonic() + GONE_SECONDS
     for process in processes:
-        with suppress(OSError), os.fdopen(os.pidfd_open(process)) as ended:
-            select.select([ended], [], [], max(0.0, deadline - time.monotonic()))
+        watch = ProcessWatch(process)
+        watch.ended(max(0.0, deadline - time.monotonic()))
+        watch.close()

@@ -1,17 +1,16 @@
 """The processes that read from a pool: the blocks leased to one that has exited are reclaimed.
 
 A socket that closes says little: a thread may have given up, a value may live on. So it is the
-process that is watched, through a descriptor that the kernel makes readable when it ends.
+process that is watched.
 """
 
 from __future__ import annotations
 
-import os
-import select
 import socket
 import struct
 import threading
 
+from m2flow.runtime.transport.process_watch import ProcessWatch
 from m2flow.runtime.transport.shared_memory import SharedPool
 
 
@@ -24,19 +23,16 @@ class ReadersOf:
 
     def __init__(self, pool: SharedPool) -> None:
         self._pool = pool
-        self._descriptors: dict[str, int] = {}
+        self._watches: dict[str, ProcessWatch] = {}
         self._lock = threading.Lock()
 
     def add(self, name: str, connection: socket.socket) -> None:
         """Watch the process at the other end of a unix socket, which reads under this name."""
         with self._lock:
-            if name not in self._descriptors:
+            if name not in self._watches:
                 credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
                 process, _, _ = struct.unpack("iii", credentials)
-                try:
-                    self._descriptors[name] = os.pidfd_open(process)
-                except ProcessLookupError:  # it ended meanwhile
-                    self._pool.forget(name)
+                self._watches[name] = ProcessWatch(process)
 
     def reclaim_from_dead(self, *, wait_for: str | None = None) -> bool:
         """Reclaim the blocks leased to processes that have exited. Returns True if any had.
@@ -45,28 +41,21 @@ class ReadersOf:
             wait_for: a reader that has just fallen silent: it may end within a second.
         """
         with self._lock:
-            watched = dict(self._descriptors)
+            watched = dict(self._watches)
         if wait_for in watched:
-            _ended(watched[wait_for], 1.0)
-        dead = [name for name, one in watched.items() if _ended(one)]
+            watched[wait_for].ended(1.0)
+        dead = [name for name, one in watched.items() if one.ended()]
         for name in dead:
             with self._lock:
-                descriptor = self._descriptors.pop(name, None)
-            if descriptor is not None:
-                os.close(descriptor)
+                watch = self._watches.pop(name, None)
+            if watch is not None:
+                watch.close()
                 self._pool.forget(name)
         return bool(dead)
 
     def close(self) -> None:
         """Watch nobody any more."""
         with self._lock:
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
-
-
-def _ended(descriptor: int, seconds: float = 0.0) -> bool:
-    # poll, because select takes no descriptor above 1023.
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
+            for watch in self._watches.values():
+                watch.close()
+            self._watches.clear()
