@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 import ray
 from packaging.requirements import Requirement
 
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, UserError
 from m2flow.runtime.driver import ahead
+from m2flow.runtime.driver import cluster as cluster_module
 from m2flow.runtime.driver.cluster import RayCluster
 from m2flow.runtime.transport import sweeping
 from tests.cli.conftest import m2flow, refused, tiny
@@ -39,8 +41,16 @@ class Starts:
 
 
 @pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], Starts]:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def temporary() -> Iterator[Path]:
+    """A folder whose path is short enough for Ray's sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="m2f-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> Callable[[int], Starts]:
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
@@ -78,13 +88,13 @@ def test_a_cluster_of_ones_own_asks_for_a_token(
 
 
 def test_a_start_removes_what_dead_launchers_left(
-    starts: Callable[[int], Starts], tmp_path: Path
+    starts: Callable[[int], Starts], temporary: Path
 ) -> None:
     """Not what this one has; a folder that was given up after the first try is no longer locked."""
-    left, lock = tmp_path / "m2flow-ray-left", tmp_path / "m2flow-ray-left.lock"
+    left, lock = temporary / "m2flow-ray-left", temporary / "m2flow-ray-left.lock"
     left.mkdir()
     lock.write_text("\n".join(sweeping._machine()))
-    lock_of_the_living = sweeping._lock(tmp_path / "m2flow-live.lock")
+    lock_of_the_living = sweeping._lock(temporary / "m2flow-live.lock")
     assert lock_of_the_living is not None
     made = starts(0)
     cluster = RayCluster(())
@@ -93,11 +103,40 @@ def test_a_start_removes_what_dead_launchers_left(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     (folder,) = made.folders
-    there = {folder, tmp_path / f"{folder.name}.lock", tmp_path / "m2flow-live.lock"}
-    assert set(tmp_path.iterdir()) == there
+    there = {folder, temporary / f"{folder.name}.lock", temporary / "m2flow-live.lock"}
+    assert set(temporary.iterdir()) == there
     cluster.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["m2flow-live.lock"]
+    assert [path.name for path in temporary.iterdir()] == ["m2flow-live.lock"]
     os.close(lock_of_the_living)
+
+
+def test_ray_has_room_for_its_sockets_where_the_temporary_folder_has_a_long_path(
+    starts: Callable[[int], Starts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in jobs of a scheduler. Ray was tried twice, and the machine called overloaded."""
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    made = starts(0)
+    cluster = RayCluster(())
+    (folder,) = made.folders
+    socket = folder / "ray/session_2026-01-01_00-00-00_000000_9999999/sockets/plasma_store"
+    assert len(os.fsencode(socket)) <= 107
+    assert Path(f"{folder}.lock").exists(), "it is swept if this process is killed"
+    cluster.close()
+    assert not folder.exists()
+    assert not Path(f"{folder}.lock").exists()
+
+
+def test_no_room_for_rays_sockets_is_one_line(
+    starts: Callable[[int], Starts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
+    monkeypatch.setattr(cluster_module, "SHORT", tmp_path / "none")
+    made = starts(0)
+    with pytest.raises(UserError, match=r"^TMPDIR: .*; expected a path of at most 19 characters$"):
+        RayCluster(())
+    assert not made.folders
 
 
 def test_a_ray_that_knows_no_tokens_does_not_fit() -> None:

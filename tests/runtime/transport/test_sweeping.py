@@ -140,6 +140,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
     places = Places(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(places.temporary))
     monkeypatch.setattr(sweeping, "FOLDER", places.shared)
+    monkeypatch.setattr(sweeping, "SHORT", places.temporary)
     return places
 
 
@@ -179,6 +180,16 @@ def test_the_next_pool_removes_what_nobody_else_can(
         assert places.left == []
     finally:
         os.kill(program, signal.SIGKILL)
+
+
+def test_what_was_left_where_paths_are_short_is_removed_too(
+    places: Places, launcher: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a launcher with a long TMPDIR, which may be another one by now."""
+    os.kill(killed_with_its_shell(launcher), signal.SIGKILL)
+    monkeypatch.setattr(tempfile, "tempdir", str(places.shared))
+    clear_up()
+    assert places.left == []
 
 
 def test_a_pool_that_lives_is_left_alone(places: Places, launcher: subprocess.Popen[str]) -> None:

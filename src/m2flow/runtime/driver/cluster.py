@@ -17,13 +17,19 @@ from typing import Any
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed, UserError
-from m2flow.runtime.transport.sweeping import Sweeper, check_shared_memory, clear_up
+from m2flow.runtime.transport.sweeping import SHORT, Sweeper, check_shared_memory, clear_up
 
 SET_UP_WORKER = Path(__file__).parents[1] / "lane" / "set_up_worker.py"
 
 WITHIN = "ray"
 """Ray's folder in one of the cluster's own: Ray opens its folder, with its logs and sockets, to all
 users of the machine."""
+
+SOCKET = f"{WITHIN}/session_2026-01-01_00-00-00_000000_9999999/sockets/plasma_store"
+"""The longest path of a socket that Ray makes in that folder, such as it is named."""
+
+SOCKET_BYTES = 107
+"""The longest path that the kernel takes for a socket."""
 
 MISMATCH = "Version mismatch"
 """What Ray says where the cluster has another version of Ray or of Python."""
@@ -68,6 +74,32 @@ def check_address() -> None:
         )
 
 
+def folder_for_sockets() -> Path:
+    """The folder in which a cluster gets its own: the temporary folder, or /tmp where that one's
+    path is too long for Ray's sockets.
+
+    Raises:
+        UserError: it is, and nobody can write in /tmp.
+    """
+    temporary = Path(tempfile.gettempdir())
+    left = SOCKET_BYTES - len(os.fsencode(Path(_new_name()) / SOCKET)) - 1
+    if len(os.fsencode(temporary)) <= left:
+        return temporary
+    if not os.access(SHORT, os.W_OK | os.X_OK):
+        raise UserError(
+            f"the path of the temporary folder is too long for Ray's sockets, and {SHORT} cannot "
+            "be written",
+            key="TMPDIR",
+            value=str(temporary),
+            expected=f"a path of at most {left} characters",
+        )
+    return SHORT
+
+
+def _new_name() -> str:
+    return f"m2flow-ray-{secrets.token_hex(4)}"
+
+
 class RayCluster:
     """A connection to Ray.
 
@@ -80,13 +112,15 @@ class RayCluster:
         sweeper: removes files that are added to it, if this process is killed.
 
     Raises:
-        UserError: there is no shared memory, or RAY_ADDRESS cannot be joined.
+        UserError: there is no shared memory, RAY_ADDRESS cannot be joined, or no folder has a path
+            that is short enough for Ray's sockets.
         RunFailed: Ray has not come up.
     """
 
     def __init__(self, lanes: Sequence[LaneSpec]) -> None:
         check_shared_memory()
         check_address()
+        self._parent = folder_for_sockets() if starts_here() else None
         # Ray would print stacks on SIGTERM, which asks for the end and is no crash. Read on import.
         os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
         import ray
@@ -122,8 +156,8 @@ class RayCluster:
 
         for tries in (1, 2):
             if address is not None:
-                name = f"m2flow-ray-{secrets.token_hex(4)}"  # short: sockets lie below it
-                self._folder = Path(tempfile.gettempdir()) / name
+                assert self._parent is not None
+                self._folder = self._parent / _new_name()
                 self.sweeper.guard(self._folder)
                 self._folder.mkdir(mode=0o700)
                 settings["_temp_dir"] = str(self._folder / WITHIN)

@@ -24,6 +24,9 @@ from m2flow.errors import RunFailed, UserError
 
 FOLDER = Path("/dev/shm")
 
+SHORT = Path("/tmp")
+"""Where folders with sockets go if the path of the temporary folder is too long for them."""
+
 LINGER_SECONDS = 60
 """How long processes of a killed launcher may go on writing before they have ended too."""
 
@@ -117,15 +120,15 @@ def sweep(prefix: str) -> int:
 
 
 def clear_up() -> None:
-    """Remove what dead launchers of this user left in the temporary folder and in /dev/shm.
+    """Remove what dead launchers of this user left in temporary folders and in /dev/shm.
 
     What cannot be removed stays, and is tried again by the next call. Nothing is raised.
     """
-    with suppress(OSError):
-        locks = Path(tempfile.gettempdir()).glob(f"m2flow-*{LOCK}")
-        for lock in islice(locks, LOCKS_AT_MOST):
-            with suppress(OSError):
-                _clear_after(lock)
+    for folder in {Path(tempfile.gettempdir()), SHORT}:
+        with suppress(OSError):
+            for lock in islice(folder.glob(f"m2flow-*{LOCK}"), LOCKS_AT_MOST):
+                with suppress(OSError):
+                    _clear_after(lock)
 
 
 def _clear_after(lock: Path) -> None:
