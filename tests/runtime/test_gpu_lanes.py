@@ -26,6 +26,7 @@ from m2flow.runtime.lane.exchange import SHARED_BYTES, Exchange
 from m2flow.runtime.lane.stacks import STACKS
 
 ray = pytest.importorskip("ray")
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this module
 
 GPU_LANES = (
     LaneSpec(0, "gpu", gpu=1),
@@ -46,8 +47,11 @@ def test_a_reserved_lane_shares_the_gpu_of_the_lane_beside_it() -> None:
     assert gpus_beside(elsewhere) == {}
 
 
-@pytest.fixture
-def _two_gpus() -> Iterator[None]:
+@pytest.fixture(params=["", "1"])
+def _two_gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of a Ray that tells each process which GPUs to use, and of one that has been told not to."""
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", request.param)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     folder = Path(tempfile.mkdtemp(prefix="m2f-"))
     try:
         ray.init(
@@ -64,6 +68,11 @@ def _two_gpus() -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def uses(_: object) -> str | None:
+    """Which GPUs CUDA would use in this process; None for all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 @pytest.mark.usefixtures("_two_gpus")
 def test_lanes_that_share_a_gpu_see_the_same_one() -> None:
     own = {"renderer": Isolation(None, (("CUDA_VISIBLE_DEVICES", "7"),))}
@@ -72,6 +81,10 @@ def test_lanes_that_share_a_gpu_see_the_same_one() -> None:
         first, second, *reserved = ray.get(asked, timeout=30)
         assert {first, second} == {"0", "1"}
         assert reserved == [first, "7"], "what its worker says goes first"
+        actors = [pool.processes.actors[lane] for lane in range(4)]
+        calls = [actor.__ray_call__.options(concurrency_group="objects") for actor in actors]
+        used = [call.remote(uses) for call in calls]
+        assert ray.get(used, timeout=30) == [first, second, *reserved]
         assert pool.measure_links().costs.keys() == {"node"}, "torch sees no GPU"
     with pytest.raises(UserError, match="the lanes need 3 GPUs, the Ray cluster has 2 free"):
         LanePool((*GPU_LANES, LaneSpec(4, "gpu", gpu=2)), own)

@@ -116,9 +116,8 @@ class LaneProcess:
 
     @ray.method(concurrency_group="objects")
     def visible_gpus(self) -> str:
-        """Which GPUs Ray lets the process see, as CUDA_VISIBLE_DEVICES has them."""
-        given = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return os.environ.get(VISIBLE) or ",".join(given)
+        """Which GPUs the process sees, as CUDA_VISIBLE_DEVICES has them."""
+        return _given_gpus() or os.environ.get(VISIBLE, "")
 
     def ready(self, visible: str | None = None) -> LaneAddress:
         """Bind to the lane's cores, and wait for the launcher and for peers from now on.
@@ -127,8 +126,9 @@ class LaneProcess:
             visible: the GPU of the lane beside which this one stands, if it has none of its own.
         """
         self._bind()
-        if visible:
-            os.environ[VISIBLE] = visible  # CUDA looks when it is first used: not yet
+        if self.lane.gpu is not None and (sees := visible or _given_gpus()):
+            # Ray may have been told not to. CUDA looks when it is first used: not yet.
+            os.environ[VISIBLE] = sees
         sys.setswitchinterval(SWITCH_SECONDS)
         import torch
 
@@ -226,3 +226,8 @@ class LaneProcess:
         there = os.sched_getaffinity(0)
         if self.lane.cores and set(self.lane.cores) <= there:
             os.sched_setaffinity(0, self.lane.cores)
+
+
+def _given_gpus() -> str:
+    """The GPUs that Ray has set aside for this process, as CUDA_VISIBLE_DEVICES has them."""
+    return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
