@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -326,3 +327,27 @@ def test_lanes_of_a_machine_read_a_state_in_one_place(pair: tuple[Exchange, Exch
     del order, found
     gc.collect()
     assert launcher._pool.blocks_in_use() == 0
+
+
+def test_lanes_of_a_machine_read_what_a_relay_has_brought_in_one_place(tmp_path: Path) -> None:
+    """Each of them was given a copy of its own, beside one that the relay kept: on a machine of
+    eight GPUs as many models."""
+    folder = tmp_path / f"m2flow-test-{tmp_path.name}"
+    weights = {"a": torch.arange(1 << 20), "b": torch.ones(3)}
+    source = Exchange(0, 0, "here", LOOPBACK, folder, b"key")
+    there = [Exchange(lane, lane, "there", LOOPBACK, folder, b"key") for lane in range(1, 5)]
+    relay, *others = there
+    lanes = {lane: one.address for lane, one in enumerate([source, *there])}
+    for one in there:
+        one.introduce(lanes)
+    assert source.weights_out is not None
+    export = source.weights_out.lay_out("learner", 1, weights, oldest=1)
+    found = [
+        one.weights_in._version(replace(export, via=relay.lane), SOON) for one in (relay, *others)
+    ]
+    for manifest, flat in found:
+        assert all(tensor.equal(weights[name]) for name, tensor in manifest.views(flat).items())
+    assert relay._pool.bytes_resident < 1.5 * weights["a"].nbytes
+    assert relay._pool.blocks_in_use() == 1
+    for one in [*others, relay, source]:
+        one.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
@@ -29,6 +30,7 @@ from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, Share
 from m2flow.runtime.transport.table import LinkTable
 from m2flow.runtime.transport.wire import pack, unpack
 from m2flow.runtime.weights.exports import WeightsKey
+from m2flow.runtime.weights.manifest import TensorManifest
 from m2flow.runtime.weights.relay import Relay, RelayKey
 from m2flow.runtime.weights.source import WeightsOut
 from m2flow.runtime.weights.target import WeightsIn
@@ -105,7 +107,7 @@ class Exchange:
         # All of a process ask others on the first one's connections: with its own, each would need
         # one to every lane there, and every connection a thread at its other end.
         self._asks = next((one._peers for one in self._beside.values()), self._peers)
-        self._relay = Relay(self._fetch)
+        self._relay = Relay(self._bring)
         self.weights_in = WeightsIn(lane, self._fetch, self._relay)
         self.weights_out: WeightsOut | None = None
         self._server: PayloadServer | None = None
@@ -196,6 +198,14 @@ class Exchange:
             return near._provide(key)
         device = None if self._devices is None else self._devices.device
         return self._asks.fetch(self._addresses[lane], key, timeout=seconds, device=device)
+
+    def _bring(self, lane: int, key: WeightsKey, seconds: float) -> tuple[TensorManifest, Tensor]:
+        """A version of weights from another machine, laid where lanes of this one read it."""
+        manifest, flat = self._fetch(lane, key, seconds)
+        if self.link is None:
+            with suppress(PoolFull):
+                flat = self._pool.empty(flat.shape, flat.dtype).copy_(flat)
+        return manifest, flat
 
     def shared(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A copy of a worker's state that `wrap` hands to all lanes of this machine as it lies."""
