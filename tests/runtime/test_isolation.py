@@ -116,8 +116,8 @@ def test_a_crash_ends_the_run_and_not_the_neighbour() -> None:
 def test_a_worker_may_have_an_interpreter_of_its_own(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Another environment, which sees the packages of this one."""
-    folder = tmp_path_factory.mktemp("own")
+    """Another environment, which sees the packages of this one; its path has a space."""
+    folder = tmp_path_factory.mktemp("own python")
     (folder / "bin").mkdir()
     (folder / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
     own = str(folder / "bin" / "python")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -140,7 +141,8 @@ def options_of(
     if isolation is not None:
         environment: dict[str, Any] = {"env_vars": dict(isolation.environment)}
         if isolation.python is not None:
-            environment["py_executable"] = isolation.python
+            # Ray takes a command.
+            environment["py_executable"] = shlex.quote(isolation.python)
         options["runtime_env"] = environment
     return options
 
