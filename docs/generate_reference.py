@@ -77,7 +77,7 @@ MEANING = {
     "is next, under every plan the same; `arrival`, those that are finished next, so that no "
     "optimizer step waits for one long answer ([what that costs](../explanation/the-promise.md))",
     "max_staleness": "how many versions the weights that generate may lag behind; 0 is on-policy",
-    "load_deadline_seconds": "longest that a lane may take to load one worker",
+    "load_deadline_seconds": "longest that lanes may take to start, and a lane to load one worker",
     "lane_restarts": "how often a lane whose process has ended is started again with fewer than "
     "ten steps in between; 0: the run ends",
     "elastic": "whether the run goes on without a lane that cannot be started again, and takes it "

@@ -93,6 +93,7 @@ ENDS = {
     "the summed loss is nan; 4 times in a row (max_skipped_updates: 3)": "see skipped/; raise max_",
     "learner.train ran out of memory on lane 1, which held learner 3 GB: CUDA": "lower training.",
     "no progress with loading for 600 s: lane 1 (learner)": "raise load_deadline_seconds",
+    "lanes [1, 3] have not started within 120 s": "raise load_deadline_seconds",
     "lane 1 was lost: it held learner": "see whether the system killed it",
     "generate has not finished within its deadline of 12 s": "see who waits for whom below",
 }

@@ -22,9 +22,11 @@ import m2flow
 from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
 from m2flow.errors import RunFailed, UserError
+from m2flow.runtime.driver import processes as processes_module
 from m2flow.runtime.driver.launch import Run
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.runner import StepResult
+from m2flow.runtime.lane.actor import LaneAddress, LaneProcess
 from m2flow.runtime.transport.sweeping import Sweeper
 from tests.runtime.local_cluster import local_cluster
 
@@ -515,6 +517,47 @@ def test_a_lane_removes_what_its_killed_process_has_left(monkeypatch: pytest.Mon
         pool.restart([1])
         assert not left.exists()
         assert of_other.exists()
+
+
+class SlowToStart(LaneProcess):
+    """A lane that takes so long to start; the second one ends meanwhile."""
+
+    seconds = 4.0
+
+    def ready(self, visible: str | None = None) -> LaneAddress:
+        if self.position == 1:
+            os._exit(1)
+        time.sleep(self.seconds)
+        return super().ready(visible)
+
+
+class NeverUp(SlowToStart):
+    seconds = 600.0
+
+
+def test_lanes_may_take_as_long_to_start_as_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Imports from a file system that is slow at first took longer than two minutes."""
+    monkeypatch.setattr(processes_module, "LaneProcess", SlowToStart)
+    monkeypatch.setattr(processes_module, "START_SECONDS", 1.0)
+    with pytest.raises(RunFailed, match=r"^lanes \[0\] have not started within 1 s$"):
+        LanePool(lanes(1))
+    with LanePool(lanes(1), start_seconds=120) as pool:
+        assert list(pool.addresses) == [0]
+    warned = [one.message for one in caplog.records if one.name == processes_module.__name__]
+    assert warned == ["lanes [0] are not up after 1 s; they may take 120 s"]
+
+
+def test_a_process_that_ends_while_others_start_is_noticed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes_module, "LaneProcess", NeverUp)
+    monkeypatch.setattr(processes_module, "START_TRIES", 1)
+    start = time.monotonic()
+    with pytest.raises(RunFailed, match="lanes have not come up in 1 tries"):
+        LanePool(lanes(2), start_seconds=600)
+    assert time.monotonic() - start < 60
 
 
 def test_lanes_that_the_cluster_has_no_room_for_are_refused() -> None:

@@ -40,7 +40,10 @@ REMEDIES = (
         r"OutOfMemory|MemoryError|out of memory",
         "lower training.tokens_per_microbatch or update.turns_per_microbatch, or raise lanes",
     ),
-    (r"no progress with loading", "raise load_deadline_seconds if loading is only slow"),
+    (
+        r"no progress with loading|have not started within",
+        "raise load_deadline_seconds if it is only slow",
+    ),
     (
         r"was lost|was ended by SIGKILL",
         "see whether the system killed it for want of memory: `dmesg | grep -i oom`",

@@ -148,12 +148,16 @@ def test_a_process_is_spare_where_lanes_are_started_again(
 ) -> None:
     asked: list[int] = []
 
-    def lanes_ahead(_lanes: object, _modules: object, count: int) -> AbstractContextManager[None]:
+    def lanes_ahead(
+        _lanes: object, _modules: object, count: int, *, start_seconds: float
+    ) -> AbstractContextManager[None]:
+        assert start_seconds == 9.0
         asked.append(count)
         return nullcontext()
 
     monkeypatch.setattr("m2flow.runtime.driver.ahead.LanesAhead", lanes_ahead)
-    recipe = read_recipe(Path(__file__).parents[3] / "recipes" / "quickstart.yaml", said)
+    quickstart = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+    recipe = read_recipe(quickstart, (*said, "load_deadline_seconds=9"))
     with start._lanes_ahead(recipe, "auto", GPUS, ()):
         assert asked == [spares]
 

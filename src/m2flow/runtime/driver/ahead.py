@@ -34,21 +34,26 @@ class LanesAhead:
     Args:
         lanes: what to start.
         modules: what the lanes import meanwhile, because workers will need it.
-        spares: as for `LanePool`.
+        spares, start_seconds: as for `LanePool`.
 
     Raises:
         UserError: there is no shared memory, or RAY_ADDRESS cannot be joined.
     """
 
     def __init__(
-        self, lanes: Sequence[LaneSpec], modules: Sequence[str] = (), spares: int = 0
+        self,
+        lanes: Sequence[LaneSpec],
+        modules: Sequence[str] = (),
+        spares: int = 0,
+        *,
+        start_seconds: float = 0.0,
     ) -> None:
         check_shared_memory()
         check_address()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lanes ahead")
         self._imported = Event()
         self._pool: Future[LanePool] = self._thread.submit(
-            _start, lanes, modules, spares, self._imported
+            _start, lanes, modules, spares, start_seconds, self._imported
         )
 
     def may_import(self) -> None:
@@ -77,7 +82,11 @@ class LanesAhead:
 
 
 def _start(
-    lanes: Sequence[LaneSpec], modules: Sequence[str], spares: int, imported: Event
+    lanes: Sequence[LaneSpec],
+    modules: Sequence[str],
+    spares: int,
+    start_seconds: float,
+    imported: Event,
 ) -> LanePool:
     forks = starts_here() and any(map(any_process_does, lanes))
     template = LaneTemplate(modules) if forks else None
@@ -91,6 +100,8 @@ def _start(
     imported.wait(IMPORT_SECONDS)
     from m2flow.runtime.driver.pool import LanePool  # torch comes along
 
-    pool = LanePool(lanes, cluster=cluster, spares=spares, template=template)
+    pool = LanePool(
+        lanes, cluster=cluster, start_seconds=start_seconds, spares=spares, template=template
+    )
     pool.prepare(modules)
     return pool

@@ -77,7 +77,8 @@ def launch(
             replica of those left out.
         auto: how mode "auto" goes about it.
         load_deadline_seconds: longest that a lane may take to bring one worker up. A lane that goes
-            on to its next worker has made progress, and gets as long again.
+            on to its next worker has made progress, and gets as long again. Lanes that are started
+            for the run have as long, and two minutes at least, to be up.
         lane_restarts: how often a lane whose process has ended may be started again; then, and
             with 0, the run ends.
         elastic: the run goes on without a lane that cannot be started again, under a plan for those
@@ -109,7 +110,7 @@ def launch(
         hosts = plans.everything.lanes
         if plan.mode == "eager":
             return in_this_process(methods, plans, flow, first_step, num_threads)
-    with lanes_of(lanes, hosts, flow) as pool:
+    with lanes_of(lanes, hosts, flow, load_deadline_seconds) as pool:
         return on_lanes(
             methods,
             plans,

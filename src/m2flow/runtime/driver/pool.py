@@ -84,6 +84,7 @@ class LanePool:
         cluster: a connection to Ray that was made for the pool, and ends with it.
         lanes_per_process: how many lanes a process hosts. More than one is for emulated
             accelerators only (`m2flow.runtime.lane.shared`): no worker there may compute.
+        start_seconds: longest that lanes may take to start at first; two minutes at least.
         spares: how many processes wait on each machine, with their imports done, for a lane of
             cores to be lost whose place they take.
         template: of which lanes of cores are forks; it was made for the pool, and ends with it.
@@ -114,6 +115,7 @@ class LanePool:
         link: str | None = None,
         cluster: RayCluster | None = None,
         lanes_per_process: int = 1,
+        start_seconds: float = 0.0,
         spares: int = 0,
         template: LaneTemplate | None = None,
     ) -> None:
@@ -131,6 +133,7 @@ class LanePool:
             link=link,
             isolated=isolated or {},
             per_process=lanes_per_process,
+            start_seconds=start_seconds,
             spares=spares,
             template=template,
         )

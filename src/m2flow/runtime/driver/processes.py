@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,8 @@ from m2flow.runtime.transport.lines import LauncherLine, connect
 from m2flow.runtime.transport.process_watch import ProcessWatch
 
 START_SECONDS = 120.0
-"""Longest that lanes may take to start."""
+"""Longest that lanes may take to start; at first as long as the pool says, if that is longer. Those
+that are not up by then are named in the log."""
 
 START_TRIES = 3
 """How often lanes are started at most when the process of one ends before it is up."""
@@ -46,6 +49,8 @@ GONE_SECONDS = 5.0
 MEET_SECONDS = 5.0
 """Longest that a lane may take to answer which has come up while a run goes on."""
 
+_log = logging.getLogger(__name__)
+
 
 class LaneProcesses:
     """The processes of lanes.
@@ -54,7 +59,7 @@ class LaneProcesses:
         lanes: of the pool.
         folder: of the pool's files.
         key: that lines between its processes are opened with.
-        link, isolated, per_process, spares, template: as of `LanePool`.
+        link, isolated, per_process, start_seconds, spares, template: as of `LanePool`.
 
     Attributes:
         lanes: all lanes of the pool, those among them that it has given up.
@@ -73,11 +78,13 @@ class LaneProcesses:
         link: str | None,
         isolated: Mapping[str, Isolation],
         per_process: int,
+        start_seconds: float,
         spares: int,
         template: LaneTemplate | None,
     ) -> None:
         self.lanes, self._folder, self._key, self._link = tuple(lanes), str(folder), key, link
         self._isolated, self._per_process = dict(isolated), per_process
+        self._start_seconds = max(START_SECONDS, start_seconds)
         self._template = template
         self._lane_class = ray.remote(concurrency_groups=GROUPS)(LaneProcess)
         self.node: str = ray.get_runtime_context().get_node_id()
@@ -99,10 +106,11 @@ class LaneProcesses:
             UserError: the cluster has no room for them.
             RunFailed: they did not start in time, or ended again and again.
         """
-        seconds = AGAIN_SECONDS if self._nodes else ROOM_SECONDS
-        beside = gpus_beside(self.lanes)
+        again, beside = bool(self._nodes), gpus_beside(self.lanes)
+        seconds = AGAIN_SECONDS if again else ROOM_SECONDS
         check_room(lanes, lambda: self._machines_of(lanes), beside, seconds)
-        deadline = time.monotonic() + START_SECONDS
+        seconds = START_SECONDS if again else self._start_seconds
+        deadline = time.monotonic() + seconds
         lines: dict[int, LauncherLine] = {}
         for tries_left in reversed(range(START_TRIES)):
             nodes = self._machines_of(lanes)
@@ -110,12 +118,10 @@ class LaneProcesses:
                 self.addresses |= self._make_ready(lanes, nodes, beside, deadline)
                 self._serve([lane.id for lane in lanes], lines, deadline)
                 break
-            except (RayError, OSError) as error:
+            except (RayError, OSError, RunFailed) as error:
                 self.kill([lane.id for lane in lanes])
                 self._held += lines.values()
                 lines = {}
-                if isinstance(error, GetTimeoutError):
-                    raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
                 if not isinstance(error, RayActorError | ActorUnschedulableError | OSError):
                     raise
                 if not tries_left:
@@ -160,13 +166,40 @@ class LaneProcesses:
     ) -> dict[int, LaneAddress]:
         """Start processes for lanes; the addresses of the lanes, by number, once all are up."""
         if self._per_process == 1:
-            ready = self._start_alone(lanes, nodes, beside)
+            ready = self._start_alone(lanes, nodes, beside, deadline)
         else:
             ready = self._start_together(nodes)
-        found: list[Any] = ray.get(ready, timeout=max(1.0, deadline - time.monotonic()))
+        found = self._await_ready([lane.id for lane in lanes], ready, deadline)
         if self._per_process > 1:
             found = [address for some in found for address in some]
         return dict(zip((lane.id for lane in lanes), found, strict=True))
+
+    def _await_ready(
+        self, lanes: Sequence[int], ready: Sequence[Any], deadline: float
+    ) -> list[Any]:
+        """What lanes answer when they are up; the end of any of them is noticed at once.
+
+        Raises:
+            RunFailed: some are not up in time.
+            RayError: the process of one has ended.
+        """
+        left = longest = deadline - time.monotonic()
+        if longest > START_SECONDS:
+            with suppress(GetTimeoutError):
+                return list(ray.get(ready, timeout=START_SECONDS))
+            late, left = self._not_up(lanes, ready), longest - START_SECONDS
+            words = "lanes %s are not up after %g s; they may take %.0f s"
+            _log.warning(words, late, START_SECONDS, longest)
+        try:
+            return list(ray.get(ready, timeout=max(1.0, left)))
+        except GetTimeoutError:
+            late = self._not_up(lanes, ready)
+            raise RunFailed(f"lanes {late} have not started within {longest:.0f} s") from None
+
+    def _not_up(self, lanes: Sequence[int], ready: Sequence[Any]) -> list[int]:
+        done, _ = ray.wait(list(ready), num_returns=len(ready), timeout=0)
+        up = [one in done for one in ready]
+        return [lane for place, lane in enumerate(lanes) if not up[place // self._per_process]]
 
     def _serve(
         self, started: Sequence[int], lines: dict[int, LauncherLine], deadline: float
@@ -190,7 +223,11 @@ class LaneProcesses:
                 lines[number].on_silence = partial(self.known_end, number)
 
     def _start_alone(
-        self, lanes: Sequence[LaneSpec], nodes: Sequence[str], beside: Mapping[int, int]
+        self,
+        lanes: Sequence[LaneSpec],
+        nodes: Sequence[str],
+        beside: Mapping[int, int],
+        deadline: float,
     ) -> list[Any]:
         """Start a process for each of some lanes; what will be its address."""
         for lane in lanes:
@@ -200,7 +237,8 @@ class LaneProcesses:
             options = options_of(lane, nodes[lane.node], self._isolated, shares_gpu=shares_gpu)
             self.actors[lane.id] = spare or self._make(lane, position, nodes[lane.node], options)
         there = {lane.id for lane in lanes}
-        visible = self._visible_gpus({x: owner for x, owner in beside.items() if x in there})
+        beside = {lane: owner for lane, owner in beside.items() if lane in there}
+        visible = self._visible_gpus(beside, deadline)
         return [self.actors[lane.id].ready.remote(visible.get(lane.id)) for lane in lanes]
 
     def _make(self, lane: LaneSpec, position: int, node: str, options: Mapping[str, Any]) -> Any:
@@ -238,7 +276,7 @@ class LaneProcesses:
             ready.append(actor.ready.remote())
         return ready
 
-    def _visible_gpus(self, beside: Mapping[int, int]) -> dict[int, str]:
+    def _visible_gpus(self, beside: Mapping[int, int], deadline: float) -> dict[int, str]:
         """What each lane that shares another's GPU is to see, if its worker does not say."""
         by_id = {lane.id: lane for lane in self.lanes}
         asked = {}
@@ -246,14 +284,16 @@ class LaneProcesses:
             setup = self._isolated.get(by_id[lane].reserved_for or "")
             if setup is None or VISIBLE not in dict(setup.environment):
                 asked[lane] = self.actors[owner].visible_gpus.remote()
-        found = ray.get(list(asked.values()), timeout=START_SECONDS)
+        owners = [beside[lane] for lane in asked]
+        found = self._await_ready(owners, list(asked.values()), deadline)
         return dict(zip(asked, found, strict=True))
 
     # --- one lane while the others go on ----------------------------------------------------------
 
     def begin(self, lane: LaneSpec) -> Any:
         """Start a process for a lane, and wait for nothing; what will be its address."""
-        (ready,) = self._start_alone([lane], self._nodes, gpus_beside(self.lanes))
+        beside, deadline = gpus_beside(self.lanes), time.monotonic() + START_SECONDS
+        (ready,) = self._start_alone([lane], self._nodes, beside, deadline)
         return ready
 
     def meet(self, lane: int, ready: Any) -> LauncherLine:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # an eager run does without Ray
     from m2flow.runtime.driver.supervision import Supervision
 
 LOAD_SECONDS = 1800.0
-"""Longest that a lane may take to bring one worker up, unless it is said otherwise."""
+"""Longest that lanes may take to start, and a lane to bring one worker up, unless it is said
+otherwise."""
 
 LANE_RESTARTS = 3
 """How often each lane may be started again in a run, unless it is said otherwise."""
@@ -103,7 +104,7 @@ def isolation_of(flow: Flow) -> dict[str, Isolation]:
 
 @contextmanager
 def lanes_of(
-    given: object, wanted: Sequence[LaneSpec], flow: Flow
+    given: object, wanted: Sequence[LaneSpec], flow: Flow, start_seconds: float
 ) -> Iterator[tuple[LanePool, bool]]:
     """A pool that is given, or one of one's own, which is closed if what follows fails."""
     from m2flow.runtime.driver.pool import FAILED_SECONDS, LanePool
@@ -111,7 +112,7 @@ def lanes_of(
     if isinstance(given, LanePool):
         yield given, False
         return
-    pool = LanePool(wanted, isolation_of(flow))
+    pool = LanePool(wanted, isolation_of(flow), start_seconds=start_seconds)
     try:
         yield pool, True
     except BaseException:

@@ -52,7 +52,8 @@ def profile_of(
 
     workload = workload_of(recipe)
     workload.check_here(recipe)
-    with LanesAhead(_with_reserved(recipe, lanes), workload.modules) as ahead:
+    hosts, seconds = _with_reserved(recipe, lanes), recipe.load_deadline_seconds
+    with LanesAhead(hosts, workload.modules, start_seconds=seconds) as ahead:
         ahead.may_import()
         experiment = workload.experiment(recipe)
         if experiment.makes_model:  # it is kept for the next time

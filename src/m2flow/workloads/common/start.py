@@ -128,7 +128,8 @@ def _lanes_ahead(
     from m2flow.runtime.driver.ahead import LanesAhead
 
     spares = recipe.spare_lanes if recipe.lane_restarts else 0
-    with LanesAhead(lanes, modules, spares) as ahead:
+    seconds = recipe.load_deadline_seconds
+    with LanesAhead(lanes, modules, spares, start_seconds=seconds) as ahead:
         yield ahead
 
 
