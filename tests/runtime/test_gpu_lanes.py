@@ -17,6 +17,7 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Isolation
+from m2flow.plan import machine
 from m2flow.runtime.driver.placing import gpus_beside
 from m2flow.runtime.driver.pool import LanePool, _clear_machine
 from m2flow.runtime.driver.processes import LaneProcesses
@@ -117,6 +118,29 @@ def test_a_lane_on_another_machine_has_its_folder_in_the_temporary_folder_there(
     assert "its stacks" in accounts_here(there.name, [_LaneProcessAt(0, 0, os.getpid())])[0]
     _clear_machine(there.name)
     assert not there.exists()
+
+
+@pytest.mark.parametrize(
+    ("quota", "bound"), [("max", [{2, 3}]), ("800000", [{2, 3}]), ("750000", []), ("200000", [])]
+)
+def test_a_lane_is_bound_to_no_cores_where_a_quota_gives_less_than_there_are(
+    quota: str, bound: list[set[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All containers of a machine ran on its first cores."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text(f"{quota} 100000")
+    monkeypatch.setattr(machine.usable_cores, "__defaults__", (tmp_path, tmp_path))
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    set_to = list[set[int]]()
+    monkeypatch.setattr(actor, "leave_the_end_to_the_parent", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: set_to.append(set(cores)))
+    lane = actor.LaneProcess(LaneSpec(0, cores=(2, 3)), 0, "m2flow-some", b"", None)
+    lane._bind()
+    assert set_to == bound
+    assert lane.num_threads == 2
 
 
 def test_what_a_killed_lane_left_is_cleared(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from m2flow.errors import UserError
+from m2flow.plan.machine import available_cores
 from m2flow.user_code import FUNCTION, caught, user_function, what_raised
 
 SHORT_NAMES = {
@@ -275,7 +275,7 @@ def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]
         if isinstance(values, RewardFailure):
             return [values] * len(rows)
         return [_number(value) for value in values]
-    threads = len(os.sched_getaffinity(0)) if getattr(function, "threaded", False) else 1
+    threads = len(available_cores()) if getattr(function, "threaded", False) else 1
     found = _beside(function, rows, part.deadline_seconds, min(threads, len(rows)))
     return [_number(value) for value in found]
 

@@ -3,15 +3,14 @@
 A short answer can ask for any amount of work: `(1+\\sqrt{2}+\\sqrt{3})^{99999}`. So expressions are
 compared in processes of their own, which math-verify's clock interrupts (SIGALRM reaches a main
 thread alone), whose memory is limited, and which are killed when both fail. An answer that is not
-compared in time is not the right one. Any thread may ask; so many are answered at once as this
-process has cores.
+compared in time is not the right one. Any thread may ask; so many are answered at once as
+there are cores that this process may use.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import os
 import re
 import resource
 import subprocess
@@ -22,6 +21,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from m2flow.errors import RunFailed
+from m2flow.plan.machine import available_cores
 from m2flow.rewards.number import MAX_ANSWER_CHARS, read_numeral, tidy, unwrapped
 from m2flow.signals import end_with_pipe, leave_the_end_to_the_parent
 
@@ -136,7 +136,7 @@ class _ComparingProcess:
 
 
 class _Processes:
-    """As many processes as this one has cores, each started when it is first needed."""
+    """As many processes as there are cores for them, each started when it is first needed."""
 
     def __init__(self) -> None:
         self._idle: list[_ComparingProcess] = []
@@ -144,7 +144,7 @@ class _Processes:
     @cached_property
     def _turns(self) -> threading.BoundedSemaphore:
         """On first use: a lane is bound to its cores after it has imported this."""
-        return threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
+        return threading.BoundedSemaphore(len(available_cores()))
 
     def compare(self, gold: str, answer: str) -> bool:
         with self._turns:

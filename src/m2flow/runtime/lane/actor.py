@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.plan.machine import usable_cores
 from m2flow.runtime.lane.stacks import STACKS, listen
 from m2flow.runtime.transport.lines import Line, LineClosed, Waiting
 from m2flow.runtime.transport.listening import LOOPBACK, ListenerAddress, family_of
@@ -222,9 +223,14 @@ class LaneProcess:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _bind(self) -> None:
-        """Bind the calling thread, and every thread that it starts, to the lane's cores."""
+        """Bind the calling thread, and every thread that it starts, to the lane's cores.
+
+        Not where a quota gives less than the cores that are there: which of them others use, such
+        as the containers beside this one, only the kernel knows.
+        """
         there = os.sched_getaffinity(0)
-        if self.lane.cores and set(self.lane.cores) <= there:
+        has_quota = usable_cores() < len(there)
+        if self.lane.cores and set(self.lane.cores) <= there and not has_quota:
             os.sched_setaffinity(0, self.lane.cores)
 
 

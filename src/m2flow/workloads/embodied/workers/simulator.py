@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from m2flow.environments.process import accelerator_bytes
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Place, Worker, stage
+from m2flow.plan.machine import available_cores
 from m2flow.workloads.embodied.config import EnvironmentSection
 from m2flow.workloads.embodied.workers.columns import (
     ACTED,
@@ -69,7 +69,7 @@ class Simulator(Worker):
 
         self._pool = EnvironmentPool(self._made, self._share)
         computes = place.num_threads if place.device == "cpu" else 0  # cores that the policy takes
-        self._cores_beside = len(os.sched_getaffinity(0)) - computes
+        self._cores_beside = len(available_cores()) - computes
         self._recordings = Recordings()
         self._resting: set[int] = set()
         self._told_of_films = False
