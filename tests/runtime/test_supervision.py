@@ -8,14 +8,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from ray.exceptions import RayActorError
 
-from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import CannotHeal, RunFailed, UserError
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan import build_plan, with_sizes
+from m2flow.runtime.driver import processes as processes_module
 from m2flow.runtime.driver.elastic import ElasticPlan
 from m2flow.runtime.driver.mending import Mender, _Coming
 from m2flow.runtime.driver.methods import STEP, Methods
+from m2flow.runtime.driver.processes import LaneProcesses
 from m2flow.runtime.driver.supervision import LASTING_STEPS, LOOK_SECONDS, NO_MACHINE, Supervision
 from tests.plan.small_graphs import GRPO
 
@@ -251,6 +254,66 @@ def test_nobody_waits_between_steps_for_a_lane_that_may_not_be_started_again() -
     mender._coming = {1: _Coming("killed", 0.0, does="loads")}
     with pytest.raises(CannotHeal, match="lane 1 was lost: killed again"):
         mender.ended(1, "killed again")
+
+
+@pytest.mark.parametrize("lost", [{2}, {0, 2}, {1, 2}])
+def test_a_lane_does_not_come_back_alone_without_the_lane_whose_gpu_it_shares(
+    lost: set[int],
+) -> None:
+    """A worker with a process of its own asks that lane's process which GPU it is."""
+    lanes = (
+        LaneSpec(0, "gpu", gpu=0),
+        LaneSpec(1, "gpu", gpu=1),
+        LaneSpec(2, "gpu", gpu=0, reserved_for="simulator"),
+    )
+    begun = list[int]()
+    mender: Any = Mender.__new__(Mender)
+    mender._plan = Plan("custom", lanes, {"simulator": Placement(((2,),))})
+    mender._workers, mender._engines, mender.epochs, mender._coming = {}, {}, {}, {}
+    mender._carrier = SimpleNamespace(graphs={}, forget=lambda lane: None)
+    mender._supervision = SimpleNamespace(heals=True, may_begin=lambda *_: True)
+    mender._may_heal = lambda: True
+    mender._pool = SimpleNamespace(
+        lost=dict.fromkeys(lost, ("killed", 0.0)),
+        uses_groups=False,
+        addresses=dict.fromkeys(range(3)),
+        processes=SimpleNamespace(lanes=lanes),
+        begin=begun.append,
+    )
+    event = mender.ended(2, "killed")
+    assert event.comes_back == (0 not in lost)
+    assert begun == ([2] if event.comes_back else [])
+    mender._coming, mender._pool.addresses = {}, {1: None, 2: None}
+    assert not mender.ended(2, "killed").comes_back, "that lane was given up"
+
+
+def test_a_lane_whose_gpu_another_knew_cannot_be_started_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both have ended, and only the end of one was heard of: no error of Ray's ends the run."""
+    owner, lane = LaneSpec(0, "gpu", gpu=0), LaneSpec(1, "gpu", gpu=0, reserved_for="simulator")
+
+    def dead(*_: object, **__: object) -> None:
+        raise RayActorError
+
+    processes: Any = LaneProcesses.__new__(LaneProcesses)
+    processes.lanes, processes._nodes, processes.node = (owner, lane), ["here"], "here"
+    processes._isolated, processes._per_process = {}, 1
+    processes.spares = SimpleNamespace(take=lambda *_: None)
+    asked = SimpleNamespace(visible_gpus=SimpleNamespace(remote=lambda: "asked"))
+    processes.actors, processes.addresses = {0: asked}, {0: None}
+    processes._serving, processes._awaited = {}, {}
+    processes._make = lambda *_: "made"
+    ended = list[str]()
+    monkeypatch.setattr(processes_module, "options_of", lambda *_, **__: {})
+    monkeypatch.setattr(processes_module, "ray", SimpleNamespace(get=dead, kill=ended.append))
+    with pytest.raises(CannotHeal, match=r"^lane 1 cannot be started: the lane whose GPU"):
+        processes.begin(lane)
+    monkeypatch.setattr(processes, "without_machine", lambda lanes: set())
+    monkeypatch.setattr(processes_module, "lacks", lambda *_: None)
+    assert not processes.call_back(lane)
+    assert ended == ["made"]
+    assert not processes.awaited
 
 
 def test_a_lane_is_called_back_now_and_then_and_so_often() -> None:

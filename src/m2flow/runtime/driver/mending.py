@@ -34,6 +34,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Worker, saves
 from m2flow.runtime.driver.loading import LoadOrder
 from m2flow.runtime.driver.methods import STEP
+from m2flow.runtime.driver.placing import gpus_beside
 from m2flow.runtime.driver.processes import START_SECONDS, START_TRIES
 from m2flow.runtime.driver.recovery import LaneLoss
 from m2flow.runtime.driver.supervision import Supervision
@@ -142,7 +143,8 @@ class Mender:
         """The process of a lane has ended. What engines are to hear of it, if they have not.
 
         Raises:
-            CannotHeal: it was on its way back, and may not be started again.
+            CannotHeal: it was on its way back, and may not be started again; or it shares the GPU
+                of a lane that is gone.
         """
         coming = self._coming.get(lane)
         if coming is None:
@@ -168,6 +170,7 @@ class Mender:
         if not (
             alone
             and not self._keeps_store(lane)
+            and not self._shares_gpu_of_lost(lane)
             and self._supervision.heals
             and self._may_heal()
             and self._supervision.may_begin(lane, reason)
@@ -188,6 +191,11 @@ class Mender:
     def _keeps_store(self, lane: int) -> bool:
         """Whether the process groups of others hang on a lane."""
         return self._pool.uses_groups and self._pool.positions([lane]) == (self._pool.keeper,)
+
+    def _shares_gpu_of_lost(self, lane: int) -> bool:
+        """Whether the lane is gone whose GPU this one shares, which says which GPU that is."""
+        owner = gpus_beside(self._pool.processes.lanes).get(lane)
+        return owner is not None and (owner in self._pool.lost or owner not in self._pool.addresses)
 
     def _tell(self, event: LaneLost | LaneRestarted) -> None:
         """Tell the engines at rest, which have nothing to say to it; the others hear a report."""

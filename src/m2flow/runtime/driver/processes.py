@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.errors import RunFailed
+from m2flow.errors import CannotHeal, RunFailed
 from m2flow.flow.worker import Isolation
 from m2flow.runtime.driver.placing import (
     AGAIN_SECONDS,
@@ -291,9 +291,18 @@ class LaneProcesses:
     # --- one lane while the others go on ----------------------------------------------------------
 
     def begin(self, lane: LaneSpec) -> Any:
-        """Start a process for a lane, and wait for nothing; what will be its address."""
+        """Start a process for a lane, and wait for nothing; what will be its address.
+
+        Raises:
+            CannotHeal: the lane whose GPU it shares is gone.
+        """
         beside, deadline = gpus_beside(self.lanes), time.monotonic() + START_SECONDS
-        (ready,) = self._start_alone([lane], self._nodes, beside, deadline)
+        try:
+            (ready,) = self._start_alone([lane], self._nodes, beside, deadline)
+        except (RayError, RunFailed) as error:
+            first_line, *_ = str(error).splitlines()
+            why = f"the lane whose GPU it shares does not answer: {first_line}"
+            raise CannotHeal(f"lane {lane.id} cannot be started: {why}") from error
         return ready
 
     def meet(self, lane: int, ready: Any) -> LauncherLine:
@@ -331,7 +340,12 @@ class LaneProcesses:
             return False
         if owner is not None and owner not in self.addresses:
             return False
-        self._awaited[lane.id] = self.begin(lane), time.monotonic() + START_SECONDS
+        try:
+            ready = self.begin(lane)
+        except CannotHeal:  # its GPU is that of a lane which is about to be heard of as lost
+            self.give_up(lane.id)
+            return False
+        self._awaited[lane.id] = ready, time.monotonic() + START_SECONDS
         return True
 
     @property
