@@ -430,3 +430,20 @@ def test_a_batch_that_gives_up_leaves_its_items_to_the_next_getter() -> None:
     answers = state.give_up(2, 5.0)
     assert outcomes(answers) == {2: Outcome.EMPTY, 3: Outcome.DONE}
     assert bodies(answers[-1]) == ["one"]
+
+
+def test_a_key_that_was_used_once_leaves_nothing() -> None:
+    """Keys such as item ids were never forgotten."""
+    state = Tickets(10, 100)
+    for number in range(1000):
+        state.get(1, f"waits {number}", 0.0, 0.0)
+        state.put(2, f"key {number}", item(number), 0.0, 0.0)
+        assert bodies(state.get(3, f"key {number}", 0.0, 0.0)[0]) == [number]
+        state.drop(3, 0.0)
+        assert bodies(state.get(4, f"key {number}", 0.0, 0.0)[0]) == [number]
+        state.acknowledge(4, 0.0)
+    full = Tickets(1, 100)
+    for number in range(3):
+        full.put(number, f"key {number}", item(number), 0.0, 0.0)
+    assert full.state._items.keys() == {"key 0"}
+    assert not state.state._items

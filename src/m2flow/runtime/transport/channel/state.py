@@ -13,7 +13,7 @@ A request that ends gets its outcome, whichever process ended it. The rules:
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -100,8 +100,8 @@ class ChannelState:
         self.max_items, self.max_bytes = max_items, max_bytes
         self.num_items = self.num_bytes = self._num_put = self._num_taken = 0
         self.closed = False
-        # By key what is stored, oldest first, and behind it what waits to be.
-        self._items: defaultdict[Key, deque[ChannelRequest]] = defaultdict(deque)
+        # By key what is stored, oldest first, and behind it what waits to be; no key without any.
+        self._items: dict[Key, deque[ChannelRequest]] = {}
         self._putters: dict[ChannelRequest, None] = {}
         self._getters: dict[ChannelRequest, None] = {}
         self._handed: set[ChannelRequest] = set()
@@ -114,7 +114,7 @@ class ChannelState:
             request.end(Outcome.CLOSED)
         else:
             self._putters[request] = None
-            self._items[request.key].append(request)
+            self._items.setdefault(request.key, deque()).append(request)
         self.settle(now)
 
     def give_up(self, request: ChannelRequest, now: float) -> None:
@@ -136,7 +136,8 @@ class ChannelState:
         self._getters.pop(request, None)
         if request in self._handed:
             self._handed.remove(request)
-            self._items[request.key].extendleft(reversed(request.items))
+            there = self._items.setdefault(request.key, deque())
+            there.extendleft(reversed(request.items))
             self._count(request.items, 1)
         self.settle(now)
 
@@ -195,6 +196,11 @@ class ChannelState:
     def _forget(self, putter: ChannelRequest) -> None:
         del self._putters[putter]
         self._items[putter.key].remove(putter)
+        self._drop_if_empty(putter.key)
+
+    def _drop_if_empty(self, key: Key) -> None:
+        if not self._items.get(key, True):
+            del self._items[key]
 
     def _serve_first(self, now: float) -> bool:
         """Serve the first getter that can be served; each key's getters in their order."""
@@ -203,12 +209,13 @@ class ChannelState:
             if getter.key in seen:
                 continue
             seen.add(getter.key)
-            there = self._items[getter.key]
+            there = self._items.get(getter.key, deque())
             count = self._ready(getter, there, now)
             may_come_back = any(one.key == getter.key for one in self._handed)
             if not count and (not self.closed or there or may_come_back):
                 continue
             getter.items = [there.popleft() for _ in range(count)]
+            self._drop_if_empty(getter.key)
             self._count([one for one in getter.items if one not in self._putters], -1)
             for one in getter.items:
                 if one in self._putters:
