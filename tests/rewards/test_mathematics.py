@@ -165,6 +165,23 @@ RIGHT = [
     ("9", r"\boxed{9 (apples)}"),
     ("x=1, y=7", r"\boxed{x=1,y=7}"),
     ("7", r"\boxed{3 + 4 = 7}"),
+    ("1/30", "0.033333"),
+    ("5e-05", r"\boxed{5 \times 10^{-5}}"),
+    ("5e-05", r"\boxed{5\cdot10^{-5}}"),
+    ("5e-05", r"\boxed{5 \times 10^{-5} \text{ meters}}"),
+    ("5e-05", "It is 5 × 10^{−5}."),
+    ("5e-05", "so 5*10^(-5) in all"),
+    ("5e-05", "which gives 5e-05."),
+    ("5e-05", "#### 5 x 10^-5"),
+    ("5e-05", "0.00005"),
+    ("5e-05", r"\boxed{\frac{1}{20000}}"),
+    ("5e-05", r"\boxed{\frac{1}{2 \cdot 10^{4}}}"),
+    ("1e-05", r"\boxed{10^{-5}}"),
+    ("6.02e+23", r"\boxed{6.02 \times 10^{23}}"),
+    ("1e+16", "it is 10^16"),
+    (r"3 \times 10^8", "3e8"),
+    (r"3 \times 10^8", r"\boxed{c = 300{,}000{,}000}"),
+    ("0.0000002", r"\boxed{\sqrt{4 \cdot 10^{-14}}}"),
 ]
 
 WRONG = [
@@ -217,6 +234,25 @@ WRONG = [
     ("7", r"\boxed{1=7}"),
     ("5", r"\boxed{5 factorial}"),
     ("5", r"\boxed{5 ninths}"),
+    ("1.6e-19", r"\boxed{0.000000}"),
+    ("0.000001", "0.0000019"),
+    ("0.0000012", "0.000001"),
+    ("0.0000001", r"\boxed{2 \times 10^{-7}}"),
+    ("0.0000001", r"\boxed{\frac{2}{3} \times 10^{-7}}"),
+    ("0.0000001", r"\boxed{\sqrt{4 \cdot 10^{-14}}}"),
+    ("1.6e-19", r"\boxed{\sqrt{4 \cdot 10^{-14}}}"),
+    ("5e-05", r"\boxed{5 \times 10^{-4}}"),
+    ("5e-05", r"\boxed{5 \times 10^{5}}"),
+    ("5e-05", r"\boxed{5 \times 10^{-5} + 1}"),
+    ("5e-05", r"\boxed{5e - 5}"),
+    ("500000", r"\boxed{5 \times 10}"),
+    ("500000", r"\boxed{5 \times 10^{x}}"),
+    ("500000", r"\boxed{5 \times 10^{5.5}}"),
+    ("500000", r"\boxed{(5 \times 10^5)^2}"),
+    ("500000", r"\boxed{5 \times 10^5 \text{ or } 6}"),
+    ("5", r"\boxed{2 \times 3}"),
+    ("100000", "so it is 3 × 10^5"),
+    ("5", "It is 5e-05"),
 ]
 
 
@@ -370,6 +406,20 @@ def test_fractions_are_read_exactly(top: int, bottom: int, other: int, factor: i
     gold = read_number(str(other))
     assert gold is not None
     assert same_number(gold, read) == (value == other)
+
+
+@given(st.integers(0, 9999), st.integers(-40, 40), st.integers(-40, 40))
+@example(5, -5, -4)
+def test_scientific_notation_is_read_exactly(digits: int, exponent: int, other: int) -> None:
+    """Two that differ never count as one, however small both are."""
+    factor, value = f"{digits // 1000}.{digits % 1000:03}", Fraction(digits, 1000)
+    gold = read_number(f"{factor}e{exponent}")
+    assert gold is not None
+    assert gold.value == value * Fraction(10) ** exponent
+    for form in (r"{} \times 10^{{{}}}", r"{}\cdot 10^{{{}}}", "{} x 10^{}", "{}*10**({})"):
+        read = read_number(form.format(factor, other))
+        assert read is not None
+        assert same_number(gold, read) == (other == exponent or not digits)
 
 
 @settings(max_examples=40, deadline=None)

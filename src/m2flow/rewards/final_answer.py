@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from m2flow.rewards.number import DIGITS, MAX_ANSWER_CHARS, read_number
+from m2flow.rewards.number import DIGITS, MAX_ANSWER_CHARS, TIMES, read_number
 
 # How much text around the last number, or before the end, may hold the final answer.
 _WINDOW_CHARS = 1000
@@ -25,7 +25,9 @@ _TOKEN = re.compile(
     (?: \\?[$€£¥₹] )?
     (?: {_FRAC}
       | (?<![0-9A-Za-z_^]) (?<!\^\{{) (?<![0-9]\.) (?:{_DIGITS})
-        (?: \s?/\s?(?:{_DIGITS}) | \^\{{?-?[0-9]+\}}? )?
+        (?: \s?/\s?(?:{_DIGITS}) | \^\{{?-?[0-9]+\}}?
+          | [eE][-+]?[0-9]{{1,3}}(?![0-9A-Za-z])
+          | \s?{TIMES}\s?10\s?(?:\^|\*\*)\s?[{{(]?\s?[-−+]?[0-9]+\s?[}})]? )?
     )
     (?: \s? (?:hundred|thousand|million|billion|trillion)\b )?
     (?: \s? (?:\\?%|percent\b) )?

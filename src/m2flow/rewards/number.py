@@ -1,8 +1,9 @@
 """Plain numbers as people and models write them, read exactly.
 
-`1,234`, `$18`, `18.0`, `1e5`, `1/2`, `\\frac{1}{2}`, `2 1/2`, `50%`, `18 million`, `x = 18` and
-`18 \\text{ dollars}` become a rational number. What is not a plain number
-(`18x`, `\\sqrt{2}`, `18 or 19`) is None and math-verify's business. Knows nothing of completions.
+`1,234`, `$18`, `18.0`, `1e5`, `3 \\times 10^{-5}`, `1/2`, `\\frac{1}{2}`, `2 1/2`, `50%`,
+`18 million`, `x = 18` and `18 \\text{ dollars}` become a rational number. What is not a plain
+number (`18x`, `\\sqrt{2}`, `18 or 19`) is None and math-verify's business. Knows nothing of
+completions.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ MAX_ANSWER_CHARS = 256
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|(?<!\.)\.[0-9]+"
 """An unsigned decimal number, with or without thousands separators."""
+
+TIMES = r"(?:\\times|\\cdot|[x×·⋅*])"
+"""What stands between the factor and the power of ten in scientific notation."""
+
+LEAST_PLACES, LEAST_DIGITS = 6, 5
+"""A decimal may stand for the number that it shortens if it has so many decimal places and so many
+significant digits: by its places alone 0.000001 would stand for 0.0000012."""
 
 SCALES = {
     "hundred": 10**2,
@@ -43,12 +51,14 @@ class PlainNumber:
 
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
+_SPACED = rf"[0-9]{{1,3}}(?:\ [0-9]{{3}})+(?:\.[0-9]+)?|{DIGITS}"
 _NUMBER = re.compile(
     rf"""
     (?P<prefix> (?:[-+\s($€£¥₹]|US(?=\s*\$)|USD\s|Rs\.?\s)* )
     (?: (?:(?P<whole>[0-9]{{1,9}})\s+)? (?P<top>{DIGITS}) \s*/\s* (?P<bottom>-?(?:{DIGITS}))
-      | (?P<digits>[0-9]{{1,3}}(?:\ [0-9]{{3}})+(?:\.[0-9]+)?|{DIGITS})
-        (?:e(?P<exponent>[-+]?[0-9]{{1,2}}))? )
+      | (?:(?P<factor>{_SPACED}) \s* {TIMES} \s*)?
+        10 \s* (?:\^|\*\*) \s* [{{(]? \s* (?P<power>[-+]?[0-9]{{1,3}}) \s* [}})]?
+      | (?P<digits>{_SPACED}) (?:e(?P<exponent>[-+]?[0-9]{{1,3}}))? )
     (?: \s* (?P<scale>{"|".join(SCALES)})\b )?
     (?: \s* (?P<percent>%|(?:percent|per\ cent|pct)\b) )?
     (?P<rest>.*)
@@ -108,6 +118,11 @@ def unwrapped(text: str) -> str:
     return text
 
 
+def without_wrappers(text: str) -> str:
+    """Take `\\text{}`, `\\mathrm{}` and the like off, wherever they stand."""
+    return _WRAPPER.sub(r" \1 ", text)
+
+
 def sides(text: str) -> list[str]:
     """What stands between the equals signs of an answer."""
     return _EQUALS.split(text)
@@ -126,19 +141,19 @@ def read_number(text: str) -> PlainNumber | None:
         return None
     text = tidy(text)
     if "\\" in text:
-        text = tidy(_WRAPPER.sub(r" \1 ", _FRAC.sub(_in_line, text)))
+        text = tidy(without_wrappers(_FRAC.sub(_in_line, text)))
     *before, last = sides(text)
     match = _NUMBER.fullmatch(last.strip())
     if match is None or not _harmless(match["rest"]) or not all(map(_equated, before)):
         return None
-    value, places = _decimal(match["digits"] or match["top"])
+    value, places = _decimal(match["digits"] or match["top"] or match["factor"] or "1")
     if match["bottom"]:
         bottom, _ = _decimal(match["bottom"])
         if bottom == 0:
             return None
         value, places = value / bottom + int(match["whole"] or 0), 0
-    if match["exponent"]:
-        value, places = value * Fraction(10) ** int(match["exponent"]), 0
+    if exponent := match["exponent"] or match["power"]:
+        value, places = value * Fraction(10) ** int(exponent), 0
     if match["prefix"].count("-") > 1:
         return None
     if "-" in match["prefix"]:
@@ -157,9 +172,9 @@ def read_numeral(text: str) -> tuple[str, int] | None:
 def same_number(gold: PlainNumber, answer: PlainNumber) -> bool:
     """Are the two numbers equal, as a reader would judge?
 
-    Exactly equal; or one is a decimal of six or more places that rounds or cuts off the other
-    (0.333333 for 1/3). Where one of them carries a percent sign, `p%` may stand for p (the
-    question asked for a percentage) or for p/100.
+    Exactly equal; or one is a decimal of at least `LEAST_PLACES` and `LEAST_DIGITS` that rounds or
+    cuts off the other (0.333333 for 1/3). Where one of them carries a percent sign, `p%` may stand
+    for p (the question asked for a percentage) or for p/100.
     """
     if _agree(gold.value, gold.places, answer.value, answer.places):
         return True
@@ -175,9 +190,11 @@ def _agree(a: Fraction, a_places: int, b: Fraction, b_places: int) -> bool:
 
 
 def _shortens(decimal: Fraction, places: int, value: Fraction) -> bool:
-    """Is a decimal of six or more places the rounded or the cut-off value?"""
+    """Is a decimal of enough places and digits the rounded or the cut-off value?"""
     scale = 10**places
-    return places >= 6 and decimal * scale in (round(value * scale), int(value * scale))
+    if places < LEAST_PLACES or abs(decimal * scale) < 10 ** (LEAST_DIGITS - 1):
+        return False
+    return decimal * scale in (round(value * scale), int(value * scale))
 
 
 def _in_line(frac: re.Match[str]) -> str:

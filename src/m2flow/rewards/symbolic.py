@@ -16,13 +16,22 @@ import resource
 import subprocess
 import sys
 import threading
+from decimal import Decimal
 from functools import cached_property, lru_cache
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from m2flow.errors import RunFailed
 from m2flow.plan.machine import available_cores
-from m2flow.rewards.number import MAX_ANSWER_CHARS, read_numeral, tidy, unwrapped
+from m2flow.rewards.number import (
+    LEAST_DIGITS,
+    LEAST_PLACES,
+    MAX_ANSWER_CHARS,
+    read_number,
+    read_numeral,
+    tidy,
+    unwrapped,
+)
 from m2flow.signals import end_with_pipe, leave_the_end_to_the_parent
 
 SECONDS = 3
@@ -35,6 +44,7 @@ START_SECONDS = 120.0
 MEMORY_BYTES = 2 << 30
 """Address space of a process; math-verify itself takes a quarter of it."""
 
+_EXPONENT = re.compile(r"-?[0-9]+(?:\.[0-9]*)?e[-+]?[0-9]{1,3}", re.ASCII | re.IGNORECASE)
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*\.?")
 
 
@@ -185,12 +195,32 @@ def serve(descriptor: int) -> None:
 
 
 def compare(gold: str, answer: str) -> bool:
-    """math-verify's verdict on two expressions; to be called in the main thread of a process."""
+    """math-verify's verdict on two expressions; to be called in the main thread of a process.
+
+    Floating-point numbers are equal if they are so when rounded to `_places(gold)`.
+    """
     try:
-        read = _parsed(gold), _parsed(answer)
-        return all(read) and bool(_math_verify().verify(*read, timeout_seconds=SECONDS))
+        read = _parsed(_without_exponent(gold)), _parsed(answer)
+        rounding = {"float_rounding": _places(gold), "timeout_seconds": SECONDS}
+        return all(read) and bool(_math_verify().verify(*read, **rounding))
     except Exception:  # noqa: BLE001, on spellings that nobody foresaw: not equal
         return False
+
+
+def _places(gold: str) -> int:
+    """Decimal places that an answer must agree in: more for a small number, of whose digits
+    `LEAST_PLACES` would leave too few.
+    """
+    number, places = read_number(gold), LEAST_PLACES
+    if number is not None and number.value:
+        while abs(number.value) * 10**places < 10 ** (LEAST_DIGITS - 1):
+            places += 1
+    return places
+
+
+def _without_exponent(gold: str) -> str:
+    """`5e-05` as `0.00005`: math-verify reads the `e` as Euler's number."""
+    return f"{Decimal(gold):f}" if _EXPONENT.fullmatch(gold) else gold
 
 
 @lru_cache(maxsize=4096)
