@@ -182,6 +182,15 @@ RIGHT = [
     (r"3 \times 10^8", "3e8"),
     (r"3 \times 10^8", r"\boxed{c = 300{,}000{,}000}"),
     ("0.0000002", r"\boxed{\sqrt{4 \cdot 10^{-14}}}"),
+    ("B", r"\boxed{B) 4.5 eV}"),
+    ("B", "#### B) 4.5 eV"),
+    ("B", "The answer is B) Paris"),
+    ("B", "The answer is **B)** Paris."),
+    ("B", "Answer: (B) Paris"),
+    ("B", r"\boxed{Option B}"),
+    ("B", r"\boxed{\textbf{(B)}\ 4.5}"),
+    ("D", r"\boxed{D. Both A and B}"),
+    (r"\text{(B)}", r"\boxed{\text{choice B: Paris}}"),
 ]
 
 WRONG = [
@@ -253,6 +262,15 @@ WRONG = [
     ("5", r"\boxed{2 \times 3}"),
     ("100000", "so it is 3 × 10^5"),
     ("5", "It is 5e-05"),
+    ("B", r"\boxed{A) B-field}"),
+    ("B", r"\boxed{B-field}"),
+    ("B", r"\boxed{B, C}"),
+    ("B", r"\boxed{B) or C)}"),
+    ("B", r"\boxed{B) 4 or C) 5}"),
+    ("B", r"\boxed{Option B or C}"),
+    ("B", "The answer is Option C"),
+    ("B", "B) 4.5 eV\nC) 5 eV"),
+    ("A", "The answer is A person"),
 ]
 
 

@@ -11,7 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from m2flow.rewards.number import DIGITS, MAX_ANSWER_CHARS, TIMES, read_number
+from m2flow.rewards.number import (
+    DIGITS,
+    MAX_ANSWER_CHARS,
+    TIMES,
+    read_number,
+    tidy,
+    unwrapped,
+    without_wrappers,
+)
 
 # How much text around the last number, or before the end, may hold the final answer.
 _WINDOW_CHARS = 1000
@@ -41,6 +49,9 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_CHOICE = re.compile(r"(?:(?i:option|choice)\s+)?\(?([A-Z])(?:\)?\s*|[).:]{1,2}\s+(\S.*))")
+# In the text of a choice: `or C) 5`, `4 or C`.
+_OTHER_CHOICE = re.compile(r"(?:and|or)\b|(?:.*\W)?or\s+\(?[A-Z]\b|(?:.*[\s,;])?\(?[A-Z][):]")
 _PHRASE = re.compile(r"(?i:\banswer\b)(?:\s+(?:is|was|equals)\b)?\s*[:=]?\s*([^\n]+)")
 
 
@@ -68,6 +79,24 @@ def extract_answer(completion: str, *, numeric: bool = True) -> str | None:
         # and never what stood before.
         completion = completion[len(before) + len(marker) :]
     return _last_number(completion) if numeric else _last_phrase(completion)
+
+
+def right_letter(gold: str) -> str | None:
+    """The letter of the right choice, or None where the right answer is not a capital letter."""
+    letter = unwrapped(tidy(gold)).strip("()")
+    return letter if re.fullmatch("[A-Z]", letter) else None
+
+
+def chosen_letter(answer: str) -> str | None:
+    """The letter of the choice that an answer names, or None where it does not name just one.
+
+    Args:
+        answer: the final answer, such as `(B)`, `B) 4.5 eV`, `\\textbf{(B)} 4.5` or `Option B`.
+    """
+    choice = _CHOICE.fullmatch(tidy(without_wrappers(tidy(answer.replace("**", "")))))
+    if choice is None or _OTHER_CHOICE.match(choice[2] or ""):
+        return None
+    return choice[1]
 
 
 def _last_box(text: str) -> tuple[bool, str | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from m2flow.rewards.final_answer import extract_answer
+from m2flow.rewards.final_answer import chosen_letter, extract_answer, right_letter
 from m2flow.rewards.number import read_number, same_number, sides
 from m2flow.rewards.reward import threaded
 from m2flow.rewards.symbolic import same_expression
@@ -30,7 +30,8 @@ def verify(gold: str, completion: str) -> float:
     """Compare the completion's last answer with the right one.
 
     Args:
-        gold: the right answer alone: a number in any usual spelling, an expression or a word.
+        gold: the right answer alone: a number in any usual spelling, an expression, a word, or the
+            capital letter of a choice, which an answer may name with its text (`B) 4.5 eV`).
         completion: the text to judge, of any length.
 
     Returns:
@@ -47,4 +48,6 @@ def verify(gold: str, completion: str) -> float:
         number = read_number(answer)
         if number is not None:
             return float(same_number(gold_number, number))
+    elif (right := right_letter(gold)) and (chosen := chosen_letter(answer)):
+        return float(chosen == right)
     return float(same_expression(gold, answer))

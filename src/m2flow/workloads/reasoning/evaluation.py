@@ -15,7 +15,7 @@ from m2flow.errors import UserError
 from m2flow.flow import Flow, Stream
 from m2flow.generation.supported import ENGINES, check_installed
 from m2flow.plan import parse_lanes, with_memory
-from m2flow.rewards.final_answer import extract_answer
+from m2flow.rewards.final_answer import chosen_letter, extract_answer, right_letter
 from m2flow.rewards.number import read_number
 from m2flow.rewards.symbolic import canonical
 from m2flow.workloads.common.examining import deadline_of, examined
@@ -176,19 +176,22 @@ def _problems(asked: Examination) -> list[Problem]:
 def majority(texts: Sequence[str], gold: str) -> int | None:
     """Which of several completions first gives the answer that most of them give; None for none.
 
-    Numbers are the same where they are equal, other answers where they are spelled alike. Of
-    answers that are given equally often the one that comes first wins.
+    Numbers are the same where they are equal, choices where their letters are, other answers where
+    they are spelled alike. Of answers that are given equally often the one that comes first wins.
 
     Source: Wang et al. 2022 (arXiv 2203.11171), self-consistency.
     """
     numeric, votes = read_number(gold) is not None, Counter[Any]()
+    lettered = right_letter(gold) is not None
     first: dict[Any, int] = {}
     for place, text in enumerate(texts):
         answer = extract_answer(text, numeric=numeric)
         if answer is None:
             continue
         number = read_number(answer)
-        key = canonical(answer) if number is None else (number.value, number.percent)
+        chosen = chosen_letter(answer) if lettered else None
+        spelled = canonical(chosen or answer)
+        key = spelled if number is None else (number.value, number.percent)
         first.setdefault(key, place)
         votes[key] += 1
     return first[votes.most_common(1)[0][0]] if votes else None
