@@ -192,6 +192,15 @@ def test_a_reward_of_ones_own(run: Path, problems: Path, m2flow: M2flow, refused
     assert "did you mean 'graded'" in line
 
 
+def test_where_none_could_be_scored_the_command_fails(
+    run: Path, problems: Path, m2flow: M2flow
+) -> None:
+    words = ["--data", problems, *LANES, *SHORT, "--reward", "gym"]
+    outcome = m2flow("eval", run / "warmup", *words)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "no answer could be scored: reward gym raised KeyError: 'dataset'" in outcome.err
+
+
 # Mistakes
 
 

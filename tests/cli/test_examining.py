@@ -66,6 +66,14 @@ def test_figures_that_a_data_set_lacks_are_empty_cells() -> None:
     ]
 
 
+def test_a_table_says_what_could_not_be_scored() -> None:
+    whole, part = {**FOUND[0], "failed_share": 0.0}, {**FOUND[1], "failed_share": 0.125}
+    assert "failed_share" not in markdown_table([whole])[0]
+    table = markdown_table([whole, part])
+    assert table[0].endswith("| maj@4 | failed_share |")
+    assert [row.split("|")[-2].strip() for row in table[2:]] == ["0.00", "12.50", "6.25"]
+
+
 def test_a_policy_has_no_file() -> None:
     success = {"about": "20 episodes", "success": 0.5, "success_low": 0.3, "success_high": 0.7}
     assert markdown_table([success])[2] == "| 20 episodes | 50.00 ± 20.00 |"

@@ -13,6 +13,9 @@ Figures = Mapping[str, Any]
 SHARES = ("accuracy", "maj@", "pass@", "success")
 """How names of figures begin that are shares of 1."""
 
+FAILED = "failed_share"
+"""The share of answers that could not be scored: in a table where there are such."""
+
 
 def chat_options(said: Sequence[str] | None) -> dict[str, Any] | None:
     """What `--chat-option KEY=VALUE` says, with values as in a recipe; None where nothing is said.
@@ -54,6 +57,7 @@ def markdown_table(found: Sequence[Figures]) -> list[str]:
     """
     every = dict.fromkeys(name for one in found for name in one)
     names = [name for name in every if name.startswith(SHARES) and not _is_bound(name)]
+    names += [FAILED] if any(one.get(FAILED) for one in found) else []
     rows = [[_called(one), *(_cell(one, name) for name in names)] for one in found]
     if len(found) > 1:
         means = {

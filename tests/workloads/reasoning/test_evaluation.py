@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from m2flow.errors import UserError
+from m2flow.errors import RunFailed, UserError
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import Examination
 from m2flow.workloads.reasoning import evaluation
@@ -140,6 +141,33 @@ def test_what_does_not_fit_is_said_in_words_of_the_command_line(
 )
 def test_the_answer_that_most_give(gold: str, texts: list[str], winner: int | None) -> None:
     assert majority(texts, gold) == winner
+
+
+def test_where_no_answer_can_be_scored_there_are_no_figures(evaluate: Evaluate) -> None:
+    """Such as of a run on a reasoning-gym data set, whose scorer asks for columns of its own."""
+    said = r"^no answer could be scored: reward gym raised KeyError: 'dataset' \(gym\.py:"
+    with pytest.raises(RunFailed, match=said):
+        evaluate(limit=2, reward="gym")
+
+
+def test_why_some_answers_could_not_be_scored_is_said_once(
+    evaluate: Evaluate,
+    tmp_path: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "only_even_sums.py").write_text(
+        "def graded(prompt, completion, completion_ids, row):\n"
+        "    return {0: 1.0}[int(row['answer']) % 2]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.WARNING, "m2flow"):
+        _, figures = evaluate(reward="only_even_sums:graded")
+    [said] = [one.getMessage() for one in caplog.records if "could not" in one.getMessage()]
+    assert said.startswith(f"{data}: 6 of 12 answers could not be scored (first: reward ")
+    assert "KeyError: 1 (only_even_sums.py:2)" in said
+    assert figures["failed_share"] == 0.5
 
 
 def test_figures_of_answers() -> None:

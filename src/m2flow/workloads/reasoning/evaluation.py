@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from m2flow.algorithms.confidence import of_shares
 from m2flow.algorithms.sampling import derive_seed
-from m2flow.errors import UserError
+from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Flow, Stream
 from m2flow.generation.supported import ENGINES, check_installed
 from m2flow.plan import parse_lanes, with_memory
@@ -36,6 +37,8 @@ from m2flow.workloads.reasoning.rows import TO_HOLD_OUT
 from m2flow.workloads.reasoning.supported import check_generation
 from m2flow.workloads.reasoning.tasks import Problem, gym
 from m2flow.workloads.reasoning.workers import Generator, ModelSource, Verifier, outcome
+
+_log = logging.getLogger(__name__)
 
 
 class Evaluate(Flow):
@@ -78,6 +81,7 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
 
     Raises:
         UserError: model or data are missing or wrong, or a prompt does not fit.
+        RunFailed: no answer could be scored.
     """
     _check(asked)
     source = ModelSource.at(str(model_folder(asked.model)), "auto")
@@ -114,6 +118,12 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     deadline = deadline_of(asked, _recipe_of(asked.model))
     result = examined(flow, batch, lanes, asked.layout, "generator", deadline)
     rewards, output = result.output["reward"], result.output
+    failures = [why for why in output["failure"] if why]
+    if len(failures) == len(output):
+        raise RunFailed(f"no answer could be scored: {failures[0]}")
+    if failures:
+        said = "%s: %d of %d answers could not be scored (first: %s)"
+        _log.warning(said, asked.data, len(failures), len(output), failures[0])
     groups = [range(n, n + asked.samples) for n in range(0, len(rewards), asked.samples)]
     elected = [
         majority([output["text"][row] for row in rows], output["answer"][rows[0]])
@@ -128,7 +138,7 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
         f"maj@{asked.samples}": sum(right) / len(right),
         "mean_tokens": sum(output["num_tokens"]) / len(output),
         "truncated_share": sum(r != "stop" for r in output["finish_reason"]) / len(output),
-        "failed_share": sum(map(bool, output["failure"])) / len(output),
+        "failed_share": len(failures) / len(output),
         "seconds": result.seconds,
     }
     return [[rewards[row] for row in rows] for rows in groups], figures
