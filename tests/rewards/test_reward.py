@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +18,7 @@ import torch
 
 from m2flow.errors import UserError
 from m2flow.rewards import addition_reward, batched, gym_reward, math_reward
+from m2flow.rewards.event_loop import MOST_THREADS, run
 from m2flow.rewards.reward import (
     TIMEOUTS_IN_A_ROW,
     Judged,
@@ -38,6 +41,7 @@ JUDGED = Judged(
 
 MODULE = """
 import asyncio
+import threading
 import time
 
 from m2flow.rewards import batched
@@ -82,6 +86,19 @@ async def later(prompt, completion, completion_ids, row):
 
 async def fails(prompt, completion, completion_ids, row):
     return {"5": 1.0}[row["answer"]]
+
+async def hangs_in_thread(prompt, completion, completion_ids, row):
+    wait = threading.Event().wait if row["level"] == "hard" else float
+    await asyncio.to_thread(wait)
+    return 1.0
+
+async def stays(prompt, completion, completion_ids, row):
+    while row["level"] == "hard":
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+    return 1.0
 
 def hangs(prompt, completion, completion_ids, row):
     time.sleep(60 if row["level"] == "hard" else 0)
@@ -216,6 +233,12 @@ def test_what_cannot_be_a_reward_is_refused(folder: str, function: str, parts: l
         ),
         ("hangs", [1.0, 0.0], ["", "rewards_of_a_user:hangs gave nothing within 0.5 s"]),
         ("later", [1.0, 0.0], ["", "rewards_of_a_user:later gave nothing within 0.5 s"]),
+        (
+            "hangs_in_thread",
+            [1.0, 0.0],
+            ["", "rewards_of_a_user:hangs_in_thread gave nothing within 0.5 s"],
+        ),
+        ("stays", [1.0, 0.0], ["", "rewards_of_a_user:stays gave nothing within 1 s"]),
     ],
 )
 def test_a_reward_that_fails_marks_its_sample(
@@ -227,6 +250,38 @@ def test_a_reward_that_fails_marks_its_sample(
         assert said.startswith(why and f"reward {why}")
         assert bool(said) == bool(why)
         assert "raised" not in said or "(rewards_of_a_user.py:" in said
+
+
+def test_a_thread_that_hangs_holds_up_neither_a_batch_nor_the_end_of_the_program(
+    folder: str,
+) -> None:
+    code = (
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "from m2flow.rewards.reward import Judged, WeightedReward, weighted_sum\n"
+        "rows = [{'level': level} for level in ('easy', 'hard')]\n"
+        "judged = Judged([1, 2], ['?'] * 2, ['!'] * 2, [[1]] * 2, rows)\n"
+        "part = WeightedReward('rewards_of_a_user:hangs_in_thread', deadline_seconds=0.5)\n"
+        "print(weighted_sum([part], judged).rewards)\n"
+    )
+    words = [sys.executable, "-c", code]
+    ended = subprocess.run(
+        words, check=False, cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stdout) == (0, "[1.0, 0.0]\n"), ended.stderr
+
+
+def test_calls_in_threads_are_carried_out_by_few_threads() -> None:
+    names: set[str] = set()
+
+    async def asks() -> list[int]:
+        def answer(number: int) -> int:
+            names.add(threading.current_thread().name)
+            return number * number
+
+        return await asyncio.gather(*(asyncio.to_thread(answer, n) for n in range(200)))
+
+    assert run(asks()) == [n * n for n in range(200)]
+    assert len(names) <= MOST_THREADS
 
 
 def test_after_a_call_that_hangs_the_others_are_made(folder: str) -> None:

@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from m2flow.errors import UserError
 from m2flow.plan.machine import available_cores
+from m2flow.rewards.event_loop import run
 from m2flow.user_code import FUNCTION, caught, user_function, what_raised
 
 SHORT_NAMES = {
@@ -247,7 +248,7 @@ def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]
     if getattr(function, "batched", False):
 
         def judge(*given: Any) -> Any:
-            found = asyncio.run(function(*given)) if waits else function(*given)
+            found = run(function(*given)) if waits else function(*given)
             # What a generator does, it does when it is asked: here, where the deadline holds.
             return list(found) if isinstance(found, Iterator) else found
 
@@ -265,16 +266,15 @@ def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]
             return [wrong] * len(rows)
         return [_number(value) for value in values]
     if waits:
+        gave: dict[int, Any] = {}
 
-        def awaited() -> list[Any]:
-            return asyncio.run(_awaited(function, rows, part))
+        def await_all() -> None:
+            run(_awaited(function, rows, part, gave))
 
         # In a thread, for this one may have an event loop already, as in a notebook.
         turns = -(-len(rows) // part.concurrency) + 1
-        (values,) = _called(awaited, [()], turns * part.deadline_seconds)
-        if isinstance(values, RewardFailure):
-            return [values] * len(rows)
-        return [_number(value) for value in values]
+        (why_not,) = _called(await_all, [()], turns * part.deadline_seconds)
+        return [_number(gave.get(number, why_not)) for number in range(len(rows))]
     threads = len(available_cores()) if getattr(function, "threaded", False) else 1
     found = _beside(function, rows, part.deadline_seconds, min(threads, len(rows)))
     return [_number(value) for value in found]
@@ -351,10 +351,13 @@ def _call_each(
             results.put(_raised(error))
 
 
-async def _awaited(function: Any, calls: Sequence[Any], part: WeightedReward) -> list[Any]:
-    """What calls of a coroutine function give, as many at a time as `concurrency` says.
+async def _awaited(
+    function: Any, calls: Sequence[Any], part: WeightedReward, gave: dict[int, Any]
+) -> None:
+    """Call a coroutine function, as many times at once as `concurrency` says.
 
-    Those that take too long count as in a row where no call has returned since they began.
+    What a call gives, or the `RewardFailure`, is in `gave` under the call's number as soon as it is
+    known. Those that take too long count as in a row where no call has returned since they began.
     """
     turns = asyncio.Semaphore(part.concurrency)
     returned = slow = 0
@@ -374,7 +377,10 @@ async def _awaited(function: Any, calls: Sequence[Any], part: WeightedReward) ->
             returned, slow = returned + 1, 0
             return value if error is None else _raised(error)
 
-    return list(await asyncio.gather(*map(one, calls)))
+    async def noted(number: int, arguments: Any) -> None:
+        gave[number] = await one(arguments)
+
+    await asyncio.gather(*(noted(number, arguments) for number, arguments in enumerate(calls)))
 
 
 def _raised(error: BaseException) -> RewardFailure:
