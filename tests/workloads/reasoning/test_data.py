@@ -52,7 +52,8 @@ def test_column_aliases(tmp_path: Path, column: str, answer: str) -> None:
     [problem] = read_problems(path, template="Q: {question} A:")
     assert problem.prompt == "Q: How many? A:"
     assert problem.answer == "7"
-    assert problem.metadata == {"id": 1, "line": 1}, "a reward may ask for any column"
+    asked = {"id": 1, column: "How many?", "line": 1}
+    assert problem.metadata == asked, "a reward may ask for any column but the answer's"
 
 
 def test_a_column_that_is_called_line_is_what_the_row_says(tmp_path: Path) -> None:
@@ -202,6 +203,7 @@ def test_columns_may_be_nested_and_questions_conversations(tmp_path: Path) -> No
     assert (problem.prompt, problem.answer) == ("2+3?", "5")
     assert problem.before == ({"role": "system", "content": "Add."},)
     assert problem.metadata["data_source"] == "sums"
+    assert problem.metadata["prompt"] == VERL_ROW["prompt"]
 
 
 @pytest.mark.parametrize(
@@ -358,6 +360,10 @@ def test_questions_with_choices_have_a_letter_for_answer(tmp_path: Path) -> None
         ):
             assert problem.prompt.startswith(f"{question}\n\nA) ")
             assert f"\n{problem.answer}) {right}\n" in problem.prompt
+            assert problem.metadata["Question"] == problem.prompt
+            assert "Correct Answer" not in problem.metadata
+            said = f"So it is \\boxed{{{problem.answer}) {right}}}."
+            assert verify(problem.answer, said) == 1.0
             assert verify(problem.answer, f"So it is \\boxed{{{problem.answer}}}.") == 1.0
         orders.add((first.answer, second.answer))
     assert len(orders) > 10, "the two rows are shuffled apart"

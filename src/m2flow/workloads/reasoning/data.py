@@ -65,7 +65,8 @@ def read_problems(
         splits: as of `rows_of`.
 
     Returns:
-        Problems whose `metadata` holds the row's other columns and `line`, its number from 1.
+        Problems whose `metadata` holds the row's columns but the answer's, and `line`, its number
+        from 1.
 
     Raises:
         UserError: no such file, nothing in it, a missing column, or a bad row, with file and line.
@@ -209,8 +210,7 @@ def _problem(
     prompt = turns[-1]["content"] if turns else template.replace("{question}", question)
     _check_characters(question_column, prompt, *(turn["content"] for turn in turns))
     _check_characters(answer_column, gold)
-    used = {question_column, answer_column}
-    others = {name: value for name, value in row.items() if name not in used}
+    others = {name: value for name, value in row.items() if name != answer_column}
     return Problem(prompt, gold, others, turns[:-1])
 
 
