@@ -112,6 +112,7 @@ def test_a_schedule_must_outlast_its_warm_up(tiny: Path, refused: Refused) -> No
         (b"", ["table of keys", "nothing"]),
         (b"\xff\xfe\x00", ["not text", "UTF-8"]),
         (b"name: \x00\n", ["YAML"]),
+        (b"model: &model {path: *model}\n", ["YAML", "nested too deeply"]),
         (b"workload: reasoning\nmodell: {dtype: float32}\n", ["modell", "did you mean 'model'?"]),
         (b"workload: reasoning\nmodel:\n", ["model", "expected a table of keys"]),
     ],
@@ -180,6 +181,26 @@ def test_the_later_override_holds(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("workload: reasoning\nsteps: 7\n")
     assert read_recipe(path, ["steps=8", "steps=9"]).steps == 9
+
+
+def test_an_override_changes_the_one_section_that_it_names(tmp_path: Path) -> None:
+    """With an alias of YAML two sections were one table, and both were changed."""
+    path = tmp_path / "recipe.yaml"
+    often = "evaluation: &often {every: 10}\ncheckpoint: *often\n"
+    path.write_text(f"workload: reasoning\n{often}")
+    recipe = read_recipe(path, ["checkpoint.every=50"])
+    assert (recipe.evaluation.every, recipe.checkpoint.every) == (10, 50)
+    both = {"every": 10}
+    recipe = read_recipe(
+        {"workload": "reasoning", "evaluation": both, "checkpoint": both}, {"checkpoint.every": 50}
+    )
+    assert (recipe.evaluation.every, recipe.checkpoint.every) == (10, 50)
+    recipe = read_recipe(
+        {"workload": "reasoning"},
+        {"evaluation": both, "checkpoint": both, "checkpoint.every": 50},
+    )
+    assert (recipe.evaluation.every, recipe.checkpoint.every) == (10, 50)
+    assert both == {"every": 10}, "what the caller has given stays"
 
 
 def test_text_may_look_like_a_number(tmp_path: Path) -> None:

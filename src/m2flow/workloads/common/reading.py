@@ -87,10 +87,22 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _changed(data: Mapping[str, Any], changes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    changed = copy.deepcopy(dict(data))
+    changed: dict[str, Any] = _unshared(data)
     for key, value in changes:
-        _set(changed, key, value)
+        _set(changed, key, _unshared(value))
     return changed
+
+
+def _unshared(value: Any) -> Any:
+    """Copy a value so that no table stands in it twice, as one does that an alias of YAML repeats.
+
+    A change to one section would change the other, too.
+    """
+    if isinstance(value, Mapping):
+        return {key: _unshared(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_unshared(inner) for inner in value]
+    return copy.deepcopy(value)
 
 
 def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -177,7 +189,8 @@ def parsed(text: str, key: str) -> Any:
         UserError: under the name `key`, if it is none.
     """
     try:
-        return yaml.load(text, _YamlLoader)  # noqa: S506 - a safe loader that refuses doubled keys
+        # A safe loader that refuses doubled keys. What holds itself is nested without an end.
+        return _unshared(yaml.load(text, _YamlLoader))  # noqa: S506
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
