@@ -137,12 +137,37 @@ def test_seconds_of_steps_that_overlap_add_up_to_the_time_of_the_run(
             return super().wait(seconds)
 
     batches = [Batch({"x": list(range(ITEMS))}) for _ in range(6)]
-    steps = Runner("step", GRAPH, replace(PLAN, max_staleness=2), Slow())
+    slow = replace(PLAN, max_staleness=2)
+    steps = Runner("step", GRAPH, slow, Slow(), clock=lambda: now)
     results = list(steps.run(batches))
     assert len(results) == len(batches)
     assert sum(result.seconds for result in results) == now - 100.0
     for before, after in pairwise(results):
         assert after.started == before.started + before.seconds
+
+
+def test_a_step_is_measured_by_a_clock_that_nobody_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds below 0 had a race between plans drop all of them."""
+    passed, wall = 100.0, 5000.0
+    monkeypatch.setattr(runner.time, "time", lambda: wall)
+
+    class SetBack(Echo):
+        def wait(self, seconds: float) -> list[Report]:
+            nonlocal passed, wall
+            passed, wall = passed + 1.0, wall - 600.0
+            return super().wait(seconds)
+
+    steps = Runner("step", GRAPH, PLAN, SetBack(), clock=lambda: passed)
+    batch = Batch({"x": list(range(ITEMS))})
+    result = steps.step(batch)
+    assert result.seconds == passed - 100.0
+    assert result.started + result.seconds == wall
+    steps.go_on(wall - 7.0, [])
+    before = passed
+    assert steps.step(batch).seconds == passed - before + 7.0
+    steps.go_on(wall + 600.0, [])
+    before = passed
+    assert steps.step(batch).seconds == passed - before, "begun before the clock was set back"
 
 
 # --- what must not go wrong -----------------------------------------------------------------------

@@ -200,6 +200,29 @@ def test_moments_of_several_machines_are_not_compared() -> None:
         assert bool(evidence.gaps) == counted
 
 
+def test_calls_in_which_the_clock_was_set_back_are_passed_over() -> None:
+    """Seconds below 0 are no price, and the fit ended the run."""
+
+    def set_back(span: Span) -> Span:
+        return replace(span, end=span.start - 600.0)
+
+    ran, late = [], []
+    for plan in trial_plans(GRPO, LANES, ITEMS):
+        _, (first, second, *rest) = observed(GRPO, plan, KNOWN)
+        ran.append((plan, [first, *rest]))
+        late.append((plan, [Ran(list(map(set_back, second.spans)), second.started)]))
+    profile, without = fit(GRPO, [*ran, *late]), fit(GRPO, ran)
+    for name in ("score", "normalise", "learner.train", "gen.generate"):
+        (ours,), (theirs,) = profile.stage(name).costs, without.stage(name).costs
+        assert ours.seconds == theirs.seconds, name
+    assert profile.publish == without.publish
+
+    evidence, plan = Evidence(GRPO), ran[0][0]
+    pieces = {"items": 4, "call": 1, "pieces": [[-5.0, "0-3", [1, 2, 3, 4]]]}
+    evidence.add(plan, [Ran([Span(0, "gen.generate", "call", 0.0, 2.0, pieces)], 0.0)])
+    assert not evidence.timed("gen.generate"), "set back and on again"
+
+
 def test_turns_of_a_loop_are_counted() -> None:
     graph = GRAPHS["embodied"]
     known = Profile(

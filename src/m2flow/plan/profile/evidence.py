@@ -124,9 +124,10 @@ class Evidence:
         """
         steps, placed = list(steps), _PlanLayouts(plan)
         spans = [span for step in steps for span in step.spans]
-        counted = spans if warm else list(_without_first(spans))
+        timed = _timed(spans)
+        counted = timed if warm else list(_without_first(timed))
         known = {(span.name, span.kind) for span in counted}
-        cold = [one for one in spans if (one.name, one.kind) not in known]
+        cold = [one for one in timed if (one.name, one.kind) not in known]
         for how, alike in (("", counted), (COLD, cold)):
             for some in _together(alike, "call", "call"):
                 self._add_call(some, placed, how)
@@ -154,7 +155,7 @@ class Evidence:
                 where = placed.of(worker)
                 self.states[where] = max(self.states.get(where, 0), spot.state_bytes)
         if placed.on_one_machine:  # clocks of several differ by more than a gap
-            self.gaps.extend(_gaps(spans, [step.started for step in steps]))
+            self.gaps.extend(_gaps(timed, [step.started for step in steps]))
 
     def of(self, what: str, where: Where) -> list[Sample]:
         """Return what was measured of a stage or worker in a layout."""
@@ -327,6 +328,16 @@ def _number(span: Span, name: str) -> float:
 def _listed(span: Span, name: str) -> list[Any]:
     value = span.args.get(name, [])
     return value if isinstance(value, list) else []
+
+
+def _timed(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans less those of calls in which a lane's clock was set back."""
+    set_back = {
+        (span.name, span.args.get("call"))
+        for span in spans
+        if span.seconds < 0 or any(float(piece[0]) < 0 for piece in _listed(span, "pieces"))
+    }
+    return [span for span in spans if (span.name, span.args.get("call")) not in set_back]
 
 
 def _without_first(spans: Iterable[Span]) -> Iterator[Span]:

@@ -88,7 +88,7 @@ class StepResult:
         started: when it was submitted or, if that was later, when the step before it ended; in
             seconds of the clock of the spans.
         seconds: from `started` to its end, so that the seconds of steps that overlap add up to the
-            time that the run takes.
+            time that the run takes; by a clock that nobody sets.
         version: version of the weights after it.
         staleness: mean version lag of the items that ran on published weights, or None.
         published: for each worker that publishes its weights, the bytes and the seconds that this
@@ -121,7 +121,7 @@ class StepResult:
 @dataclass(slots=True)
 class _Open:
     batch: Batch
-    started: float
+    begun: float
     metrics: dict[int, list[Mapping[str, float]]] = field(default_factory=dict)
     published: dict[str, Published] = field(default_factory=dict)
     recalled: int = 0
@@ -143,7 +143,7 @@ class Runner:
         carrier: carries out the commands.
         first_step: number of the first step.
         residency: shared by the runners of one run; see `Engine`.
-        clock: seconds, by which deadlines are judged.
+        clock: seconds, by which deadlines are judged and steps are measured; it never goes back.
         recall: what need not be made in a step, by the step's number and its source items.
         heal: whether the carrier may bring lanes back while a step goes on.
         heed: called between two events while steps are waited for; what it raises leaves them open.
@@ -173,7 +173,7 @@ class Runner:
         self._recall, self._heed, self.untold = recall, heed, list[str]()
         self._open: dict[int, _Open] = {}
         self._spans: list[Span] = []
-        self._last_end = 0.0
+        self._last_end: float | None = None
         self._begun: float | None = None
         self._sources: dict[str, set[int]] = {}  # by metric, the stages that have given it
         self._broken = False  # waiting for the lanes has ended with an exception
@@ -252,7 +252,7 @@ class Runner:
         if self._collecting:
             return self._collecting[0][0].step, self._collecting[0][0].started
         for step, opened in self._open.items():
-            return step, max(opened.started, self._last_end)
+            return step, time.time() - (self._clock() - self._begin_of(opened))
         return self.next_step, None
 
     @property
@@ -267,7 +267,9 @@ class Runner:
             begun: when it has, in seconds since the epoch; None if it had not.
             spans: what has happened since.
         """
-        self._begun, self._last_end, self._spans = begun, 0.0, list(spans)
+        now = self._clock()
+        self._begun = None if begun is None else now - max(0.0, time.time() - begun)
+        self._last_end, self._spans = None, list(spans)
 
     def step(self, batch: Batch) -> StepResult:
         """Run a single step to its end."""
@@ -316,7 +318,7 @@ class Runner:
         kept = self._recall(step, len(batch))
         self.carrier.submit(self.name, step, batch, joined(kept))
         self.next_step += 1
-        self._open[step] = _Open(batch, self._begun or time.time())
+        self._open[step] = _Open(batch, self._clock() if self._begun is None else self._begun)
         self._open[step].recalled = sum(len(one.batch) for one in kept)
         self._begun = None
         self._handle(Tick(self._clock(), judge=False))
@@ -411,9 +413,9 @@ class Runner:
 
     def _complete(self, command: CompleteStep) -> None:
         """A step is done; its output comes while the lanes go on."""
-        opened, now = self._open.pop(command.step), time.time()
+        opened, now = self._open.pop(command.step), self._clock()
         self._astray = bool(self._open) and self._astray
-        started, self._last_end = max(opened.started, self._last_end), now
+        seconds, self._last_end = now - self._begin_of(opened), now
         items = sum(command.staleness.values())
         lag = sum(lag * count for lag, count in command.staleness.items())
         spans, self._spans = self._spans, []
@@ -422,8 +424,8 @@ class Runner:
             output=Batch({}),
             metrics=self._metrics_of(opened),
             spans=spans,
-            started=started,
-            seconds=now - started,
+            started=time.time() - seconds,
+            seconds=seconds,
             version=command.version,
             staleness=lag / items if items else None,
             published=opened.published,
@@ -432,6 +434,10 @@ class Runner:
         )
         self.untold = []
         self._collecting.append((result, self.carrier.collect(self.name, command)))
+
+    def _begin_of(self, opened: _Open) -> float:
+        """When a step was submitted or, if that was later, when the step before it ended."""
+        return opened.begun if self._last_end is None else max(opened.begun, self._last_end)
 
     def _take_result(self) -> StepResult:
         result, output = self._collecting.popleft()
