@@ -18,6 +18,7 @@ from m2flow.plan import parse_lanes
 from m2flow.plan.chunks import ITEMS_IN_TIME
 from m2flow.workloads.common import read_recipe, registry, workload_named
 from m2flow.workloads.common.examining import deadline_of, examined, examiner_of
+from m2flow.workloads.common.resume import check_model, recipe_of, run_of
 from m2flow.workloads.common.workload import Examination
 from tests.plan.small_graphs import Grpo, Model, Trainer
 
@@ -34,6 +35,65 @@ def test_a_recipe_and_a_run_say_whose_they_are(recipe: str, name: str, tmp_path:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(keys))
     (tmp_path / "checkpoints").mkdir()
     assert examiner_of(tmp_path / "checkpoints" / "latest", None) is workload_named(name)
+
+
+def checkpoint_of(run: Path, recipe: str) -> Path:
+    """What a run leaves that has saved one step, as far as it is looked at."""
+    step = run / "checkpoints" / "step_000002"
+    (step / "model").mkdir(parents=True)
+    (run / "warmup").mkdir()
+    (run / "checkpoints" / "latest").symlink_to(step.name)
+    (run / "config.yaml").write_text(yaml.safe_dump(read_recipe(recipe).model_dump(mode="json")))
+    return step
+
+
+@pytest.mark.parametrize("recipe", ["agentic-calculator", "quickstart-embodied"])
+def test_a_file_of_problems_is_not_asked_of_a_policy_that_acts(recipe: str, tmp_path: Path) -> None:
+    """A model that had learnt to use tools was examined without them, and nothing said so."""
+    latest = checkpoint_of(tmp_path, recipe).parent / "latest"
+    kind = recipe.removesuffix("-calculator").removeprefix("quickstart-")
+    with pytest.raises(UserError, match=rf"^--data: is no recipe, and MODEL is of an {kind} run: "):
+        examiner_of(latest, PROBLEMS)
+    assert examiner_of(latest, None) is workload_named(kind)
+
+
+def test_a_file_of_problems_is_asked_of_a_policy_that_answers(tmp_path: Path) -> None:
+    latest = checkpoint_of(tmp_path, "quickstart").parent / "latest"
+    assert examiner_of(latest, PROBLEMS) is workload_named("reasoning")
+
+
+def test_the_run_of_a_model_is_the_one_that_wrote_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    step = checkpoint_of(run, "quickstart")
+    monkeypatch.chdir(run)
+    relative = (Path("checkpoints/latest"), Path("checkpoints/latest/model"), Path("warmup"))
+    for path in (step, step / "model", step.parent / "latest", run / "warmup", *relative):
+        assert run_of(path) == run.resolve()
+    beside = run / "models" / "mine"
+    for path in (run, beside, beside / "deeper"):
+        assert run_of(path) is None
+    check_model(step)
+    with pytest.raises(UserError, match=r"^MODEL: is a run, and has a model for each checkpoint"):
+        check_model(run)
+
+
+def test_a_configuration_of_others_makes_no_run_of_a_model(tmp_path: Path) -> None:
+    """Of Hydra, say; no model below it could be examined, and one beside it was called a run."""
+    model = tmp_path / "models" / "qwen"
+    model.mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("defaults: [model]\n")
+    assert run_of(model) is None
+    assert examiner_of(model, PROBLEMS) is workload_named("reasoning")
+    (model / "config.yaml").write_text("defaults: [model]\n")
+    check_model(model)
+
+
+def test_what_is_wrong_with_the_recipe_of_a_run_is_said_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("defaults: [model]\n")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/config.yaml: workload: is missing"):
+        recipe_of(tmp_path)
 
 
 def test_problems_are_for_the_one_workload_that_reads_them(

@@ -39,10 +39,11 @@ def examiner_of(model: Path, data: Path | None) -> Workload:
         data: a recipe, or a file of problems; None where the run says what is asked.
 
     Raises:
-        UserError: nothing says which.
+        UserError: nothing says which, or the model's run asks in another way than by problems.
     """
+    run = run_of(model)
     if data is None:
-        if (run := run_of(model)) is None:
+        if run is None:
             raise UserError(
                 "is missing",
                 key="--data",
@@ -52,9 +53,18 @@ def examiner_of(model: Path, data: Path | None) -> Workload:
         return workload_of(recipe_of(run))
     if data.suffix in (".yaml", ".yml"):
         return workload_named(recipe_keys(data).get("workload"))
-    readers = [name for name in known_workloads() if workload_named(name).reads_problems]
+    readers = sorted(name for name in known_workloads() if workload_named(name).reads_problems)
+    named, recipe = " or ".join(readers), None if run is None else recipe_of(run)
+    if recipe is not None and not workload_of(recipe).reads_problems:
+        raise UserError(
+            f"is no recipe, and MODEL is of an {recipe.workload} run: problems of a file are asked "
+            "in one turn, without tools or environment",
+            key="--data",
+            value=str(data),
+            hint=f"leave it out, or have them asked so by --workload {named}",
+        )
     if len(readers) > 1:
-        raise UserError("is missing", key="--workload", expected=" or ".join(sorted(readers)))
+        raise UserError("is missing", key="--workload", expected=named)
     return workload_named(readers[0])
 
 

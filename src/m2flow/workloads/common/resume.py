@@ -33,10 +33,17 @@ FREE_TABLES = {
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The directory of the run that a checkpoint is of; None if it is of none."""
+    """The directory of the run that wrote a checkpoint or a starting model; None if none did.
+
+    A `config.yaml` further up may be anybody's.
+    """
     inside = checkpoint.resolve()
-    found = (path for path in (inside, *inside.parents[:3]) if RunDirectory(path).config.is_file())
-    return next(found, None)
+    for path in inside.parents[:3]:
+        run = RunDirectory(path)
+        written = any(inside.is_relative_to(one) for one in (run.checkpoints, run.warmup))
+        if written and run.config.is_file():
+            return path
+    return None
 
 
 def check_model(path: Path) -> None:
@@ -47,8 +54,9 @@ def check_model(path: Path) -> None:
     """
     if not path.exists():
         raise UserError("no such file or folder", key="MODEL", value=str(path))
-    if RunDirectory(path).config.is_file():
-        checkpoint = RunDirectory(path).checkpoints / "latest"
+    run = RunDirectory(path)
+    if run.config.is_file() and (run.run.is_file() or run.checkpoints.is_dir()):
+        checkpoint = run.checkpoints / "latest"
         raise UserError(
             "is a run, and has a model for each checkpoint", key="MODEL", value=str(path),
             hint=f"name one of them, such as {checkpoint}",
@@ -56,8 +64,20 @@ def check_model(path: Path) -> None:
 
 
 def recipe_of(run: Path) -> Recipe:
-    """The recipe of a run."""
-    return validated(read_yaml(RunDirectory(run).config))
+    """The recipe of a run.
+
+    Raises:
+        UserError: its `config.yaml` is none.
+    """
+    path = RunDirectory(run).config
+    keys = read_yaml(path)
+    try:
+        return validated(keys)
+    except UserError as error:
+        raise UserError(
+            error.message, key=f"{path}: {error.key}", value=error.value, expected=error.expected,
+            hint=error.hint,
+        ) from None  # fmt: skip
 
 
 def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
