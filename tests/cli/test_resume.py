@@ -229,6 +229,25 @@ def test_ten_steps_are_five_a_stop_and_five_more(
     assert [row["step"] for row in rows(Path("parts"))] == list(range(11))
 
 
+def test_a_signal_while_a_checkpoint_is_written_does_not_write_it_again(
+    tiny: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch, signals_are_heard: None
+) -> None:
+    """Of a large state that took minutes more, in which the scheduler's patience ended."""
+    saved: list[int] = []
+    save = ReasoningExperiment.save
+
+    def told(self: ReasoningExperiment, run: Run, checkpoints: Path, step: int) -> None:
+        save(self, run, checkpoints, step)
+        saved.append(step)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ReasoningExperiment, "save", told)
+    outcome = m2flow("train", tiny, "steps=6", "grace_seconds=300", "--run-dir", "run")
+    assert outcome.code == 128 + signal.SIGTERM, outcome.err
+    assert "ended after step 2; saved is step 2" in outcome.err
+    assert saved == [2]
+
+
 @pytest.mark.parametrize("step", [5, 10])
 def test_an_evaluation_that_a_signal_has_cut_short_is_made_up_for(
     tiny: Path,

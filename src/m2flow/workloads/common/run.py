@@ -308,7 +308,8 @@ class Training:
                     self._save(run, done)
                 raise
             stopped = self._stopping.step_is_over()
-            if last or done % recipe.checkpoint.every == 0 or (stopped and done > self._saved):
+            due = last or stopped or done % recipe.checkpoint.every == 0
+            if due and done > self._saved:  # a signal may have come while it was saved
                 self._save(run, done)
             if last or stopped:
                 self._write_plan(run)  # a race may have ended with the plan that ran already
