@@ -202,10 +202,16 @@ OPTIONS = {name for param in GROUP.params for name in param.opts}
 
 
 def words_of_commands(script: str) -> Iterator[list[str]]:
-    """The words behind `m2flow` of each such command in a shell script."""
+    """The words behind `m2flow` of each such command in a shell script.
+
+    What a command within `$(...)` would print is left out.
+    """
     for line in script.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        words = list(itertools.dropwhile(lambda word: re.match(r"\w+=", word), words))
+        words = shlex.split(re.sub(r"\$\([^()]*\)", "", line), comments=True)
+        if words[-3:-1] == ["sh", "-c"]:
+            yield from words_of_commands(words[-1])
+            continue
+        words = list(itertools.dropwhile(lambda word: re.match(r"\w+=|exec$", word), words))
         words = list(itertools.takewhile(lambda word: word not in {">", "|", "&&"}, words))
         if words and Path(words[0]).name == "m2flow":
             yield words[1:]

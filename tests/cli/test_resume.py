@@ -6,6 +6,8 @@ The kills are SIGKILL in processes of their own, at chosen moments, so that no c
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -349,6 +351,44 @@ def test_a_resumed_run_outlives_the_checkpoint_that_it_began_from(
     assert outcome.code == 0, outcome.err
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["latest", "step_000007"]
+
+
+CLUSTER = Path(__file__).parents[2] / "docs" / "how-to" / "run-on-a-cluster.md"
+JOBS = {
+    "slurm": r"^(run=.*\nm2flow train .*)$",
+    "ray job": r"^ray job submit .* -- (sh -c .*)$",
+    "kubernetes": r"^ +entrypoint: >-\n((?: {4}.*\n)+)",
+}
+"""What begins a run, and goes on with it when the job is started again, by what starts jobs."""
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_that_is_started_again_goes_on(
+    tiny: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    """The documented ones said `--resume` from the first, and were refused."""
+    page = CLUSTER.read_text().replace("\\\n", " ")
+    (command,) = re.findall(JOBS[job], page, re.MULTILINE)
+    if job == "kubernetes":
+        command = " ".join(command.split())
+    for said, here in (("/shared/runs", "runs"), ("/shared/recipes/mine", "tiny")):
+        assert said in command
+        command = command.replace(said, here)
+    command = re.sub(r"lanes=\S+", "lanes=cpu:1 warmup.steps=0 steps=$STEPS", command)
+    program = Path("bin/m2flow")
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent.resolve()}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "mine")
+    Path("runs/mine").mkdir(parents=True)  # as after a first start that was ended at once
+    for steps in ("1", "2"):
+        monkeypatch.setenv("STEPS", steps)
+        started = ["sh", "-euc", command]
+        said = subprocess.run(started, check=True, capture_output=True, text=True).stdout
+        outcome = m2flow(*said.splitlines())
+        assert outcome.code == 0, outcome.err
+        assert ("going on from runs/mine/checkpoints/step_000001" in outcome.out) == (steps == "2")
 
 
 # What cannot be resumed
