@@ -426,6 +426,51 @@ def test_what_changes_the_weights_must_stay(
         assert part in line
 
 
+ROWS = """
+workload: reasoning
+mode: eager
+lanes: cpu:1
+prompts_per_step: 4
+samples_per_prompt: 4
+model: {path: model}
+data: {task: jsonl, path: rows.jsonl, template: "{question}"}
+generation: {max_new_tokens: 6}
+checkpoint: {every: 1}
+"""
+
+
+def test_rows_to_train_on_must_stay(
+    tiny: Path, finished: Path, m2flow: M2flow, refused: Refused
+) -> None:
+    """With one row more each epoch has another order, and another tenth is held out."""
+    shutil.copytree(finished / "warmup", "model")
+    Path("rows.yaml").write_text(ROWS)
+    rows = "".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(15))
+    Path("rows.jsonl").write_text(rows)
+    outcome = m2flow("train", "rows.yaml", "steps=1", "--run-dir", "run")
+    assert outcome.code == 0, outcome.err
+    words = ["train", "rows.yaml", "steps=2", "--resume", "--run-dir"]
+
+    Path("rows.jsonl").write_text(rows + '{"question": "20+1=", "answer": "21"}\n')
+    line = refused(*words, "run")
+    assert "data.path: has changed since the checkpoint" in line
+    assert "(14 then, 15 now)" in line
+    Path("rows.jsonl").write_text(rows.replace('"answer": "3"', '"answer": "4"'))
+    assert "(14 then, 14 now)" in refused(*words, "run")
+
+    shutil.copytree("run", "earlier", symlinks=True)  # a version that did not say which rows
+    Path("earlier/checkpoints/latest/data.json").unlink()
+    manifest = Path("earlier/checkpoints/latest/MANIFEST.json")
+    listed = json.loads(manifest.read_text())
+    del listed["files"]["data.json"]
+    manifest.write_text(json.dumps(listed))
+    outcome = m2flow(*words, "earlier")
+    assert outcome.code == 0, outcome.err
+    Path("rows.jsonl").write_text(rows)
+    outcome = m2flow(*words, "run")
+    assert outcome.code == 0, outcome.err
+
+
 def test_a_schedule_ends_where_it_began_to(tiny: Path, m2flow: M2flow, refused: Refused) -> None:
     schedule = "optimizer.schedule=linear"
     assert m2flow("train", tiny, schedule, "steps=2", "--run-dir", "run").code == 0

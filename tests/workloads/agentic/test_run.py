@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from m2flow.errors import UserError
 from m2flow.plan import parse_lanes
+from m2flow.plan.file import to_json
 from m2flow.workloads.agentic.evaluation import examine
+from m2flow.workloads.agentic.experiment import AgenticExperiment
 from m2flow.workloads.common import train
 from m2flow.workloads.common.workload import Examination
+from m2flow.workloads.reasoning.tasks.jsonl import Jsonl
 from m2flow.workloads.reasoning.workers import Learner
 from tests.workloads.agentic.conftest import TINY
 
@@ -74,6 +79,18 @@ def test_four_steps_are_two_a_stop_and_two_more(
     assert found["about"].endswith("held-out problems, with calculator")
     assert found["accuracy_low"] <= found["accuracy"] <= found["accuracy_high"]
     assert found["turns/mean"] >= 1
+
+
+def test_rows_to_train_on_must_stay(tmp_path: Path, tiny_recipe: MakeRecipe) -> None:
+    rows = "".join(f'{{"question": "{n}*2=", "answer": "{2 * n}"}}\n' for n in range(12))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    data = {"task": "jsonl", "path": str(tmp_path / "rows.jsonl"), "options": {}}
+    experiment = AgenticExperiment(tiny_recipe(data=data, warmup={"steps": 0}))
+    assert isinstance(experiment.task, Jsonl)
+    before = replace(experiment.task.rows_read(), digest="another")
+    (tmp_path / "data.json").write_text(to_json(before))
+    with pytest.raises(UserError, match=r"^data.path: has changed .*\(11 then, 11 now\)"):
+        experiment.flow(tmp_path)
 
 
 @pytest.mark.slow

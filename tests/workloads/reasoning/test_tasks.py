@@ -182,6 +182,28 @@ class TestJsonl:
         task.train(0)
         assert shuffled == [0, 1, 2, 0]
 
+    def test_other_rows_have_another_digest(self, tmp_path: Path) -> None:
+        """Other answers, another order, or a row more or less; not others to hold out."""
+        path = write_rows(tmp_path / "rows.jsonl", 40)
+        lines = path.read_text().splitlines(keepends=True)
+        more = '{"question": "40+1?", "answer": "41"}\n'
+
+        def read(*rows: str, seed: int = 0) -> jsonl.RowsRead:
+            path.write_text("".join(rows))
+            return Jsonl(path=path, held_out_rows=8, seed=seed).rows_read()
+
+        known = read(*lines)
+        assert known.count == 32
+        assert read(*lines, seed=1) == known
+        assert read(*lines[:32], *lines[:31:-1]) == known
+        others = [read(lines[1], lines[0], *lines[2:]), read(*lines[1:]), read(*lines, more)]
+        others.append(read(lines[0].replace('"1"', '"2"'), *lines[1:]))
+        assert [one.count for one in others] == [32, 31, 33, 32]
+        assert len({known.digest, *(one.digest for one in others)}) == 5
+        task = Jsonl(path=path, held_out_rows=8)
+        task.keep(lambda problem: problem.answer != "5")
+        assert task.rows_read().count == 31
+
     def test_a_resumed_walk_needs_only_the_index(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "rows.jsonl", 40)
         task = Jsonl(path=path, seed=1)

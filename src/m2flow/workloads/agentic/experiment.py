@@ -127,6 +127,7 @@ class AgenticExperiment(ReasoningExperiment):
 
     def flow(self, checkpoint: Path | None = None) -> Agent | HostedAgent:  # type: ignore[override]
         """The flow on the starting model, or on a checkpoint of it."""
+        self.resume_data(checkpoint)
         return recipe_flow(
             self.recipe, self.model, self.rewards, self.turn_rewards, self.tools, checkpoint
         )

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ from m2flow.workloads.reasoning.judging import check_judging_models
 from m2flow.workloads.reasoning.named import check_task, rewards_of, task_of
 from m2flow.workloads.reasoning.sampler import Asked, Curriculum, Sampler, SamplerState
 from m2flow.workloads.reasoning.tasks import TASKS, DemonstratedTask, Problem, Table
-from m2flow.workloads.reasoning.tasks.jsonl import Jsonl
+from m2flow.workloads.reasoning.tasks.jsonl import Jsonl, RowsRead
 from m2flow.workloads.reasoning.workers import Critic, ModelSource, carried
 from m2flow.workloads.reasoning.workers.carried import BEGUN, BegunAnswer, ended_groups
 from m2flow.workloads.reasoning.workers.further_draws import with_spares
@@ -68,6 +69,9 @@ NOT_OF_TINY = {"path", "dtype", "lora_rank", "lora_alpha", "lora_publish"}
 
 SAMPLER = "sampler.json"
 """File of a checkpoint: where the data stood."""
+
+DATA = "data.json"
+"""File of a checkpoint: which rows of a data set are trained on, where there is one."""
 
 CARRIED = "carried.safetensors"
 """File of a checkpoint: answers that go on, where there are such."""
@@ -286,7 +290,13 @@ class ReasoningExperiment:
         return recipe_flow(self.recipe, self.model, self.rewards, checkpoint)
 
     def resume_data(self, checkpoint: Path | None) -> None:
-        """Go on with the problems where a checkpoint was."""
+        """Go on with the problems where a checkpoint was.
+
+        Raises:
+            UserError: the rows of the data set are others than they were.
+        """
+        if checkpoint is not None:
+            self._check_rows(checkpoint)
         if checkpoint is not None and self._sampler is not None:
             try:
                 state = read_json(SamplerState, checkpoint / SAMPLER, "state of the data", SAMPLER)
@@ -295,6 +305,26 @@ class ReasoningExperiment:
             self._sampler.restore(state)
             going_on = self._sampler.carried(state.step)
             self._begun = carried.read(checkpoint / CARRIED) if going_on else {}
+
+    @cached_property
+    def _rows(self) -> RowsRead | None:
+        """Which rows of a data set are trained on; None where problems are generated."""
+        return self.task.rows_read() if isinstance(self.task, Jsonl) else None
+
+    def _check_rows(self, checkpoint: Path) -> None:
+        """Refuse other rows than a checkpoint has been trained on; those of an earlier version do
+        not say which."""
+        if self._rows is None or not (checkpoint / DATA).is_file():
+            return
+        before = read_json(RowsRead, checkpoint / DATA, "state of the data", DATA)
+        if before != self._rows:
+            raise UserError(
+                "has changed since the checkpoint: the rows to train on are others "
+                f"({before.count} then, {self._rows.count} now)",
+                key="data.path",
+                value=self.recipe.data.path,
+                hint="put it back as it was, or start a new run",
+            )
 
     def batch(self, step: int) -> Batch:
         """The prompts of a step (counted from 0)."""
@@ -457,6 +487,8 @@ class ReasoningExperiment:
     def save(self, run: Run, checkpoints: Path, step: int) -> None:
         """Write a checkpoint of the policy, and of the critic if there is one."""
         checkpoint.sweep(checkpoints)
+        if self._rows is not None:
+            (checkpoint.begin(checkpoints, step) / DATA).write_text(to_json(self._rows))
         if self._sampler is not None:
             state = to_json(self._sampler.state(step))
             folder = checkpoint.begin(checkpoints, step)

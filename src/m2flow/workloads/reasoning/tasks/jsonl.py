@@ -7,8 +7,10 @@ which training then never sees.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +20,19 @@ from m2flow.workloads.reasoning.rows import TO_HOLD_OUT
 from m2flow.workloads.reasoning.tasks.problem import Problem, generator
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RowsRead:
+    """What the walk of training goes over, as `data.json` of a checkpoint has it.
+
+    Attributes:
+        count: rows to train on.
+        digest: of all that they say, in their order.
+    """
+
+    count: int
+    digest: str
 
 
 class Jsonl:
@@ -101,6 +116,14 @@ class Jsonl:
         dropped = len(self._problems) - len(kept)
         self._problems, self.num_train, self._orders = kept, len(kept), {}
         return dropped
+
+    def rows_read(self) -> RowsRead:
+        """Tell the rows to train on from any others: with them the same walk meets the same."""
+        digest = hashlib.sha256()
+        for one in self._problems:
+            said = (one.prompt, one.answer, one.before, one.metadata)
+            digest.update(repr(said).encode())
+        return RowsRead(len(self._problems), digest.hexdigest())
 
     def train(self, index: int) -> Problem:
         """Problem number `index` of the walk; each epoch holds every training row once."""
