@@ -135,10 +135,12 @@ def limited(
             working=curve(working, rising(most)),
         )
 
-    fitting, own = int(room / bytes_of_one), max(rounds.limits)
+    fitting, own = max(1, int(room / bytes_of_one)), max(rounds.limits)
     limits = {max(1, min(one, fitting) // expands): one for one in rounds.limits}
     for inputs in sorted(limits):
         if limits[inputs] == own <= fitting:
             yield priced(own, None)
-        else:
+        elif rounds.reserved_bytes is None:  # all outputs of an input are at work, come what may
             yield priced(inputs * expands, inputs)
+        else:
+            yield priced(min(inputs * expands, fitting), inputs)
