@@ -47,6 +47,7 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.flow.graph import FlowGraph
 from m2flow.models.lengths import LogNormalLengths
 from m2flow.plan.profile import (
+    ByReplicas,
     Piecewise,
     Profile,
     PublishCost,
@@ -366,7 +367,7 @@ def _line(price: Price, each: float) -> Piecewise:
 def _finish(seconds: float) -> dict[str, Any]:
     if not seconds:
         return {}
-    return {"finish": Piecewise(((1.0, seconds), (1024.0, seconds)))}
+    return {"finish": ByReplicas(((1.0, seconds), (1024.0, seconds)))}
 
 
 def _free() -> StageProfile:

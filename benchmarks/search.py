@@ -18,6 +18,7 @@ from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Layout
 from m2flow.plan.choose import choose
 from m2flow.plan.profile import (
+    ByReplicas,
     LinkCost,
     Piecewise,
     Profile,
@@ -111,7 +112,7 @@ def work(first: float, each: float, sizes: tuple[int, ...], finish: float = 0.0)
             StageCost(
                 size,
                 line(first, each * size**0.08 / size),
-                finish=Piecewise(((1, finish), (4096, 3 * finish))) if finish else None,
+                finish=ByReplicas(((1, finish), (4096, 3 * finish))) if finish else None,
                 working=Piecewise(((1, 1.0 * GB / size), (16, 16.0 * GB / size))),
                 kind="gpu",
             )

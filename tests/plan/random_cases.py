@@ -12,6 +12,7 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Flow, FlowGraph, Worker, loop, stage
 from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.profile import (
+    ByReplicas,
     LinkCost,
     Piecewise,
     Profile,
@@ -221,7 +222,7 @@ def profile_of(
                 done=rng.choice([None, Piecewise(((0, 0), (0.5, 0.3), (0.9, 0.6), (1, 1)))])
                 if node.streaming
                 else None,
-                finish=Piecewise(((1, 0.1), (8, 0.4))) if node.has_finish and not simple else None,
+                finish=ByReplicas(((1, 0.1), (8, 0.4))) if node.has_finish and not simple else None,
                 working=Piecewise(((1, 3.0), (items + 1, 3.0 + rng.uniform(0, 40))))
                 if limited
                 else None,

@@ -19,6 +19,7 @@ from m2flow.plan import build_plan
 from m2flow.plan.choose.draft import obstacle, to_plan
 from m2flow.plan.choose.structures import starts
 from m2flow.plan.profile import (
+    ByReplicas,
     LinkCost,
     Piecewise,
     Profile,
@@ -82,7 +83,7 @@ def grpo_profile(lengths: Quantiles | None = None, **more: object) -> Profile:
             "score": StageProfile((layout(0.25),), Bytes(100)),
             "normalise": StageProfile((layout(0.0),), Bytes(100)),
             "learner.train": StageProfile(
-                (layout(0.5, finish=Piecewise(((1, 1.0), (2, 3.0)))),), Bytes(0)
+                (layout(0.5, finish=ByReplicas(((1, 1.0), (2, 3.0)))),), Bytes(0)
             ),
         },
         **more,  # type: ignore[arg-type]

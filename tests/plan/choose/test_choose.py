@@ -18,7 +18,15 @@ from m2flow.plan.choose.draft import Draft, draft_of, obstacle, to_plan
 from m2flow.plan.choose.judge import Judge, sized
 from m2flow.plan.choose.moves import moves
 from m2flow.plan.choose.structures import starts
-from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageCost, StageProfile, WorkerCost
+from m2flow.plan.profile import (
+    ByReplicas,
+    Piecewise,
+    Profile,
+    Quantiles,
+    StageCost,
+    StageProfile,
+    WorkerCost,
+)
 from m2flow.plan.simulate import simulate
 from m2flow.plan.units import Bytes
 from tests.engine.test_engine import graph_of
@@ -151,7 +159,7 @@ def waiting(items: int = 16, sequence: float = 0.05) -> Profile:
             "score": StageProfile((cost(0.001, 0.001),), Bytes(10)),
             "normalise": StageProfile((cost(0.001, 0.0),), Bytes(10)),
             "learner.train": StageProfile(
-                (replace(cost(sequence, 0.01), finish=Piecewise(((1.0, 0.02), (8.0, 0.05)))),)
+                (replace(cost(sequence, 0.01), finish=ByReplicas(((1.0, 0.02), (8.0, 0.05)))),)
             ),
         }
     )

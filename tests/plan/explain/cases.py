@@ -8,6 +8,7 @@ from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
 from m2flow.engine.spans import Span, SpanKind
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.profile import (
+    ByReplicas,
     LinkCost,
     Piecewise,
     Profile,
@@ -68,7 +69,7 @@ def profile(
     training = StageCost(
         1,
         Piecewise(((1.0, train / 64), (64.0, train))),
-        finish=Piecewise(((1.0, 0.01), (2.0, 0.02))),
+        finish=ByReplicas(((1.0, 0.01), (2.0, 0.02))),
     )
     lengths = Quantiles((1.0, 10.0, 40.0)) if spread else None
     return Profile(

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from m2flow.errors import UserError
 from m2flow.plan import units
 from m2flow.plan.file import from_json, read_profile, to_json
-from m2flow.plan.profile import Piecewise, Profile, PublishCost, Quantiles, differences
+from m2flow.plan.profile import (
+    ByReplicas,
+    Piecewise,
+    Profile,
+    PublishCost,
+    Quantiles,
+    differences,
+)
 from m2flow.plan.units import Seconds
 from tests.plan.random_cases import draw
 
@@ -38,6 +45,27 @@ def test_curves_do_not_fall(steps: list[tuple[int, int]], a: float, b: float) ->
 def test_impossible_curves_are_refused(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(UserError, match="curve"):
         Piecewise(points)
+
+
+@given(st.floats(0, 9), st.floats(0.01, 9), st.floats(1, 64))
+def test_what_replicas_share_is_a_fixed_part_and_a_share(
+    fixed: float, own: float, n: float
+) -> None:
+    curve = ByReplicas(tuple((x, fixed + own / x) for x in (2.0, 3.0, 16.0)))
+    assert curve.at(n) == pytest.approx(fixed + own / n)
+
+
+@given(st.floats(1, 64), st.floats(1, 64))
+def test_what_falls_faster_than_replicas_are_added_does_not_go_on_so(a: float, b: float) -> None:
+    curve = ByReplicas(((4.0, 9.0), (8.0, 0.1), (16.0, 0.01)))
+    low, high = sorted((a, b))
+    assert 0 < curve.at(high) <= curve.at(low) <= 36 / low
+
+
+@given(st.floats(0, 64))
+def test_what_does_not_fall_by_replicas_is_any_other_curve(n: float) -> None:
+    for points in (((2.0, 3.0),), ((1.0, 1.0), (4.0, 1.0)), ((1.0, 1.0), (4.0, 2.0))):
+        assert ByReplicas(points).at(n) == Piecewise(points).at(n)
 
 
 def test_quantiles_keep_mean_and_tail() -> None:

@@ -17,6 +17,7 @@ from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan import build_plan
 from m2flow.plan.choose import choose
 from m2flow.plan.profile import (
+    ByReplicas,
     LinkCost,
     Piecewise,
     Profile,
@@ -74,7 +75,7 @@ KNOWN = Profile(
         "score": StageProfile((layout({1: 0.01, 64: 0.16}),), Bytes(10)),
         "normalise": StageProfile((layout({4: 0.003, 64: 0.02}),), Bytes(12)),
         "learner.train": StageProfile(
-            (layout({4: 0.1, 8: 0.15, 32: 0.5}, finish=Piecewise(((1, 0.05), (2, 0.08)))),)
+            (layout({4: 0.1, 8: 0.15, 32: 0.5}, finish=ByReplicas(((1, 0.05), (2, 0.08)))),)
         ),
     },
     workers={
@@ -187,6 +188,66 @@ def test_what_there_is_beside_calls_comes_back(found: Profile) -> None:
     }
     assert found.dispatch == pytest.approx(KNOWN.dispatch, rel=0.01)
     assert found.stage("gen.generate").output_bytes == 100
+
+
+def with_finish(*points: tuple[float, float]) -> Profile:
+    (training,) = KNOWN.stage("learner.train").costs
+    stage = StageProfile((replace(training, finish=ByReplicas(points)),))
+    return replace(KNOWN, stages={**KNOWN.stages, "learner.train": stage})
+
+
+def finish_of(profile: Profile) -> ByReplicas:
+    (cost,) = profile.stage("learner.train").costs
+    assert cost.finish is not None
+    return cost.finish
+
+
+def test_a_finish_that_falls_with_more_replicas_comes_back() -> None:
+    """Both counts were pooled to one price between them."""
+    halved, plans = with_finish((1, 0.8), (2, 0.4)), trial_plans(GRPO, LANES, ITEMS)
+    again = fit(GRPO, [observed(GRPO, plan, halved) for plan in plans])
+    assert dict(finish_of(again).points) == pytest.approx({1: 0.8, 2: 0.4})
+    computed = replace(with_finish((1, 8.0), (2, 4.0), (8, 1.0)), source="analytic")
+    pair = [plan for plan in plans if len(plan.placements["learner"].replicas) == 2][:1]
+    seen = fit(GRPO, [observed(GRPO, plan, halved) for plan in pair], computed)
+    assert dict(finish_of(seen).points) == pytest.approx({1: 0.8, 2: 0.4, 8: 0.1})
+    one = [plan for plan in plans if len(plan.placements["learner"].replicas) == 1][:1]
+    before = fit(GRPO, [observed(GRPO, plan, with_finish((1, 0.05), (2, 0.05))) for plan in one])
+    two = with_finish((1, 9.0), (2, 0.02))
+    after = fit(GRPO, [observed(GRPO, plan, two) for plan in pair], before)
+    assert dict(finish_of(after).points) == pytest.approx({1: 0.05, 2: 0.02})
+
+
+@pytest.mark.parametrize(("seconds", "falls"), [(5.0, True), (0.01, False)])
+def test_one_count_of_replicas_tells_of_others_where_finishes_have_the_work(
+    seconds: float, falls: bool
+) -> None:
+    plans = trial_plans(GRPO, LANES, ITEMS)
+    pair = [plan for plan in plans if len(plan.placements["learner"].replicas) == 2][:1]
+    known = with_finish((1, seconds), (2, seconds))
+    finish = finish_of(fit(GRPO, [observed(GRPO, plan, known) for plan in pair]))
+    assert finish.at(2) == pytest.approx(seconds)
+    assert finish.at(1) == pytest.approx(2 * seconds if falls else seconds)
+
+
+def test_the_last_of_several_finishes_may_have_all_the_work() -> None:
+    """Five of six such finishes were cut as the largest ones."""
+    plan = build_plan("collocated", GRPO, LANES[:1], ITEMS)
+
+    def span(kind: SpanKind, step: int, number: int, seconds: float) -> Span:
+        facts = {"items": 4, "step": step, "minibatch": number, "call": 8 * step + number}
+        return Span(0, "learner.train", kind, 0.0, seconds, facts)
+
+    evidence, finishes = Evidence(GRPO), [0.01] * 7 + [1.0]
+    spans = [
+        span(kind, step, number, seconds if kind == "finish" else 0.1)
+        for step in range(6)
+        for number, seconds in enumerate(finishes)
+        for kind in ("call", "finish")
+    ]
+    evidence.add(plan, [Ran(spans, 0.0)])
+    (cost,) = fitted(evidence, KNOWN).stage("learner.train").costs
+    assert cost.finish_seconds(1) == pytest.approx((48 * sum(finishes) / 8 + 2 * 0.05) / 50)
 
 
 def test_moments_of_several_machines_are_not_compared() -> None:
@@ -529,12 +590,12 @@ def test_a_known_profile_is_corrected_where_it_ran_and_beside_it() -> None:
     """Steps under one plan: prices of what ran come true, other layouts are scaled as it was."""
     plan = trial_plans(GRPO, LANES, ITEMS)[0]
     pair = replace(KNOWN.stage("learner.train").costs[0].times(0.7), lanes=2, layout="x2")
-    training = StageProfile((KNOWN.stage("learner.train").costs[0], pair))
+    costs = KNOWN.stage("learner.train").costs[0], pair
     believed = replace(
         KNOWN,
         stages={
             **{name: stage.times(1.5) for name, stage in KNOWN.stages.items()},
-            "learner.train": training.times(2.0),
+            "learner.train": StageProfile(tuple(cost.times(2.0, 6.0) for cost in costs)),
         },
         source="analytic",
     )
@@ -546,6 +607,7 @@ def test_a_known_profile_is_corrected_where_it_ran_and_beside_it() -> None:
     for items in (4, 8, 32):
         assert one.call(items) == pytest.approx(ran.call(items), rel=0.02)
         assert two.call(items) == pytest.approx(pair.call(items), rel=0.02)
+    assert two.finish_seconds(1) == pytest.approx(pair.finish_seconds(1), rel=0.02)
     assert profile.source == "measured"
     assert profile.workers == believed.workers
     assert profile.publish_seconds("learner", "gen", "same", 1, 1) == pytest.approx(0.02)

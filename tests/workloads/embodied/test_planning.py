@@ -92,7 +92,9 @@ def test_seven_billion_parameters_fit_an_accelerator(name: str) -> None:
     )
     assert sum(held) + total(training.working_bytes(1)) < H100.usable_bytes
     assert total(kept.working_bytes(1)) > 5 * total(training.working_bytes(1))
-    assert training.call(8).on(H100) > 1.2 * kept.call(8).on(H100), "a third more arithmetic"
+    assert training.finish is not None
+    assert kept.finish is not None
+    assert training.finish(8).on(H100) > 1.2 * kept.finish(8).on(H100), "a third more arithmetic"
     acting = work.stages["actor.act"]
     assert acting.turns is not None
     assert any("7.54 billion parameters" in line for line in work.assumptions)
@@ -127,9 +129,17 @@ def test_seven_billion_trained_parameters_are_divided() -> None:
         if held[one.layout.name] + total(one.working_bytes(64)) < H100.usable_bytes
     ]
     assert fits == ["fsdp4", "fsdp8"]
-    seconds = {one.layout.name: one.call(512).on(H100) for one in training}
+    seconds = {one.layout.name: one.finish(1).on(H100) for one in training if one.finish}
     assert 1 < seconds["fsdp4"] / (seconds["one"] / 4) < 2
     assert len(priced(name).stages["learner.train"].layouts) == 1, "adapters stay on a lane"
+
+
+def test_training_is_priced_where_it_is_done_when_the_rollouts_are_there() -> None:
+    """Each replica passes over its share; it was priced by the call, which only keeps rollouts."""
+    (training,) = priced("openvla-ppo-maniskill").stages["learner.train"].layouts
+    assert training.finish is not None
+    assert training.call(64) == training.call(1)
+    assert training.finish(8).on(H100) < training.finish(1).on(H100) / 4
 
 
 def test_pi0_fits_where_it_is_trained_alone() -> None:

@@ -158,6 +158,18 @@ def test_further_epochs_take_mini_batches_again_where_they_end() -> None:
     assert thrice.finish_seconds(1) == pytest.approx(once.finish_seconds(1) + 2 * again, rel=1e-6)
 
 
+def test_further_epochs_take_as_much_less_as_there_are_more_replicas() -> None:
+    """The price of eight replicas was that of one: no point lay below an earlier one."""
+    once, thrice = (
+        profile(
+            "1x8xH100", "Qwen2.5-0.5B", prompts_per_step=1024, algorithm={"epochs": epochs}
+        ).cost("learner.train", "one", 1, "gpu")
+        for epochs in (1, 3)
+    )
+    assert thrice.finish_seconds(8) < thrice.finish_seconds(1) / 4
+    assert once.finish_seconds(8) >= once.finish_seconds(1), "gradients are added up"
+
+
 @pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-7B"])
 def test_a_critic_has_one_output_in_the_place_of_the_head(name: str) -> None:
     """Whether the policy's head is its embedding or not; and a critic has no adapters."""

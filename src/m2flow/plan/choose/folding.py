@@ -15,7 +15,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.chunks import unit_items
 from m2flow.plan.prediction import Prediction
-from m2flow.plan.profile import Piecewise, Profile, StageCost
+from m2flow.plan.profile import Profile, StageCost
 from m2flow.plan.units import Seconds
 
 FEWEST = 16
@@ -70,10 +70,10 @@ def folded_profile(profile: Profile, graph: FlowGraph, fold: int) -> Profile:
 
     def cost(stage: str, one: StageCost) -> StageCost:
         if one.finish is not None:
-            one = replace(one, finish=_narrowed(one.finish, fold))
+            one = replace(one, finish=one.finish.scaled(x=1 / fold))
         if stage in whole:
-            working = one.working and _narrowed(one.working, fold)
-            one = replace(one, seconds=_narrowed(one.seconds, fold), working=working)
+            working = one.working and one.working.scaled(x=1 / fold)
+            one = replace(one, seconds=one.seconds.scaled(x=1 / fold), working=working)
         return one
 
     return replace(
@@ -84,11 +84,6 @@ def folded_profile(profile: Profile, graph: FlowGraph, fold: int) -> Profile:
         },
         event_overhead=Seconds(fold * profile.event_overhead),
     )
-
-
-def _narrowed(curve: Piecewise, fold: int) -> Piecewise:
-    """The curve as a function of a `fold`-th of what it was a function of."""
-    return Piecewise(tuple((x / fold, y) for x, y in curve.points))
 
 
 def unfolded(

@@ -7,7 +7,7 @@ Everything that belongs to a step of another shape, another model or another mac
 `key`.
 
 Items are counted as a stage receives them, per replica; `lanes` is how many lanes take part in
-each call of a replica. Curves are monotone: more items never take less.
+each call of a replica. Curves by items are monotone: more items never take less.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
+from typing import ClassVar, Self
 
 from m2flow.errors import UserError, suggestion
 from m2flow.flow.worker import ONE_LANE
@@ -49,17 +50,20 @@ class Piecewise:
     """
 
     points: tuple[tuple[float, float], ...]
+    may_fall: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check(bool(self.points), "a curve needs at least one point", "points", self.points)
         known = all(0 <= x < math.inf and 0 <= y < math.inf for x, y in self.points)
         _check(known, "a curve's points must be finite and not negative", "points", self.points)
-        rises = all(x0 < x1 and y0 <= y1 for (x0, y0), (x1, y1) in pairwise(self.points))
+        rises = all(
+            x0 < x1 and (self.may_fall or y0 <= y1) for (x0, y0), (x1, y1) in pairwise(self.points)
+        )
         _check(rises, "a curve must not fall, and its x must rise", "points", self.points)
 
-    def times(self, ratio: float) -> Piecewise:
-        """The curve with all values so many times as large."""
-        return Piecewise(tuple((x, ratio * y) for x, y in self.points))
+    def scaled(self, x: float = 1.0, y: float = 1.0) -> Self:
+        """The curve with all arguments and all values so many times as large."""
+        return replace(self, points=tuple((x * a, y * b) for a, b in self.points))
 
     @cached_property
     def _xs(self) -> list[float]:
@@ -79,6 +83,25 @@ class Piecewise:
             right -= 1
         (x0, y0), (x1, y1) = points[right - 1], points[right]
         return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+@dataclass(frozen=True)
+class ByReplicas(Piecewise):
+    """Seconds by the number of replicas, which may fall: each replica has its share of the items.
+
+    Where the curve falls it is linear in 1/replicas, a fixed part and a share. It goes on so on
+    both sides, but never faster than 1/replicas. Where it does not fall it is a `Piecewise`.
+    """
+
+    may_fall: ClassVar[bool] = True
+
+    def at(self, x: float) -> float:
+        right = min(max(1, bisect_left(self._xs, x)), len(self.points) - 1)
+        (x0, y0), (x1, y1) = self.points[max(0, right - 1)], self.points[right]
+        if x <= 0 or y0 <= y1:
+            return super().at(x)
+        found = y1 + (y0 - y1) * (x0 / x) * (x1 - x) / (x1 - x0)
+        return min(found, y0 * x0 / x) if x < x0 else max(found, y1 * min(1.0, x1 / x))
 
 
 @dataclass(frozen=True)
@@ -163,7 +186,7 @@ class StageCost:
     done: Piecewise | None = None
     round: Piecewise | None = None
     admit: Piecewise | None = None
-    finish: Piecewise | None = None
+    finish: ByReplicas | None = None
     working: Piecewise | None = None
     error: float = 0.0
     spread: float = 0.0
@@ -182,14 +205,15 @@ class StageCost:
         ends = self.done is None or self.done.points[-1] == (1.0, 1.0)
         _check(ends, "must end at (1, 1)", "done", self.done)
 
-    def times(self, ratio: float) -> StageCost:
-        """The cost where everything takes so many times as long."""
+    def times(self, ratio: float, finish_ratio: float | None = None) -> StageCost:
+        """The cost where everything, or a `finish` otherwise, takes so many times as long."""
         return replace(
             self,
-            seconds=self.seconds.times(ratio),
-            round=self.round and self.round.times(ratio),
-            admit=self.admit and self.admit.times(ratio),
-            finish=self.finish and self.finish.times(ratio),
+            seconds=self.seconds.scaled(y=ratio),
+            round=self.round and self.round.scaled(y=ratio),
+            admit=self.admit and self.admit.scaled(y=ratio),
+            finish=self.finish
+            and self.finish.scaled(y=ratio if finish_ratio is None else finish_ratio),
         )
 
     def call(self, items: Items) -> Seconds:

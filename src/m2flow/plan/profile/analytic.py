@@ -16,6 +16,7 @@ from m2flow.errors import UserError, suggestion
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.plan.profile import (
     PLACES,
+    ByReplicas,
     LinkCost,
     Profile,
     PublishCost,
@@ -156,9 +157,11 @@ class _Kind:
             curve(lambda items: one.call(items).on(self.device), calls),
             finish=None
             if finish is None
-            else curve(
-                lambda replicas: finish(replicas).on(self.device),
-                rising(self.lanes // one.layout.lanes),
+            else ByReplicas(
+                tuple(
+                    (float(n), finish(n).on(self.device))
+                    for n in rising(self.lanes // one.layout.lanes)
+                )
             ),
             working=curve(lambda items: total(one.working_bytes(items)), calls),
             kind=self.name,

@@ -83,6 +83,7 @@ class Evidence:
             each part lies on one lane.
         gaps: (events of other lanes shortly before, seconds) from a lane's end to its next call,
             where nothing else can have caused that call; of steps on one machine.
+        worked: seconds of lanes in all warm calls, and in each `finish`, of stages that have one.
         output_bytes: (items, bytes) by stage.
         lengths: of output items, by stage.
         turns: of items in a loop, by its first stage.
@@ -98,6 +99,7 @@ class Evidence:
         self.publishes: dict[PublishCost, deque[float]] = _newest(NEWEST)
         self.transfers: deque[tuple[float, float, float]] = deque(maxlen=NEWEST)
         self.gaps: deque[tuple[int, float]] = deque(maxlen=NEWEST)
+        self.worked: dict[tuple[Where, str], float] = defaultdict(float)
         self.output_bytes: dict[str, deque[tuple[float, float]]] = _newest(NEWEST)
         self.lengths: dict[str, deque[float]] = _newest(16 * NEWEST)
         self.turns: dict[str, deque[float]] = _newest(16 * NEWEST)
@@ -137,6 +139,10 @@ class Evidence:
                 seconds = max(span.seconds for span in some)
                 replicas = len(plan.placements[worker].replicas)
                 self._keep(how + "finish", where, Sample(replicas, seconds))
+        for span in counted:
+            node = self._nodes.get(span.name)
+            if node is not None and node.has_finish and span.kind in ("call", "finish"):
+                self.worked[placed.of(node.worker, span.lane, node.name), span.kind] += span.seconds
         counted = [*counted, *cold]
         self._add_publishes([span for span in counted if span.kind == "publish"], placed)
         self._add_memory(gauged, placed)

@@ -14,6 +14,7 @@ from statistics import fmean, median
 from m2flow.errors import UserError
 from m2flow.flow.graph import StageNode
 from m2flow.plan.profile import (
+    ByReplicas,
     LinkCost,
     Piecewise,
     Profile,
@@ -109,12 +110,20 @@ def _stage(node: StageNode, evidence: Evidence, known: Profile) -> StageProfile:
         if given[layout].seconds.at(call.size) > 0
     ]
     ratio = median(ratios) if ratios else 1.0
+    ends = [
+        (end.seconds, given[layout].finish_seconds(round(end.size)))
+        for layout in seen
+        if layout in given
+        for end in evidence.finishes((node.name, *layout))
+    ]
+    expected = sum(seconds for _, seconds in ends)
+    finish_ratio = sum(seconds for seconds, _ in ends) / expected if expected else ratio
     ran = [
         _cost((node.name, *layout), calls, evidence, given.get(layout), trust)
         for layout, calls in seen.items()
     ]
     others = [
-        one.times(ratio)
+        one.times(ratio, finish_ratio)
         for one in costs
         if one.max_running is not None or (one.layout, one.lanes, one.kind) not in seen
     ]
@@ -147,12 +156,12 @@ def _cost(
     gauged = [(one.size, one.seconds) for one in evidence.of("working", where)]
     ended = max((most for size, most in gauged if not size), default=0.0)
     working = [(size, max(most, ended)) for size, most in gauged if size]
-    finishes = points(evidence.finishes(where))
+    worked, kept = (evidence.worked.get((where, kind), 0.0) for kind in ("finish", "call"))
     shares = evidence.elsewhere.get(where)
     cost = StageCost(
         lanes,
         curve,
-        finish=_merged(finishes, before.finish, trust) if finishes or before.finish else None,
+        finish=_finish(evidence.finishes(where), before.finish, trust, worked > kept),
         working=envelope(working) if working else before.working,
         error=_error(calls, curve),
         kind=kind,
@@ -204,6 +213,37 @@ def _merged(measured: Sequence[Point], known: Piecewise | None, trust: float) ->
         if not any(size / NEAR < one.size < size * NEAR for one in measured):
             found.append(Point(size, seconds * ratio, 0.0, max(1.0, trust)))
     return monotone(found)
+
+
+def _finish(
+    samples: Sequence[Sample], known: ByReplicas | None, trust: float, shared: bool
+) -> ByReplicas | None:
+    """Fit the price of a `finish` by the number of replicas, which may fall.
+
+    The mean counts: of several mini-batches the last one may have all the work.
+
+    Args:
+        samples: what was measured.
+        known: what was known before; beyond its points it says nothing.
+        trust: as for `_merged`.
+        shared: whether one number of replicas tells of others, as each works on its share.
+    """
+    by_replicas: dict[float, list[float]] = {}
+    for one in samples:
+        by_replicas.setdefault(one.size, []).append(one.seconds)
+    found = {replicas: fmean(some) for replicas, some in by_replicas.items()}
+    if known is not None:
+        least, most = known.points[0][0], known.points[-1][0]
+        told = {n: known.at(n) for n in found if least <= n <= most}
+        for n, seconds in told.items():
+            count = len(by_replicas[n])
+            found[n] = (count * found[n] + trust * seconds) / (count + trust)
+        ratios = [found[n] / seconds for n, seconds in told.items() if seconds > 0]
+        ratio = median(ratios) if ratios else 1.0
+        found = {**dict(known.scaled(y=ratio).points), **found}
+    if len(found) == 1 and shared:
+        found.update({2 * n: seconds / 2 for n, seconds in found.items()})
+    return ByReplicas(tuple(sorted(found.items()))) if found else None
 
 
 def _error(calls: Sequence[Sample], curve: Piecewise) -> float:

@@ -301,8 +301,8 @@ class EmbodiedRecipeWork:
     def _training(self, division: Division) -> LayoutWork:
         return LayoutWork(
             in_shards(division),
-            lambda n: self._learning(n, division),
-            lambda replicas: self._update(division, replicas),
+            lambda _n: Work(seconds=CALL_SECONDS),
+            lambda replicas: self._learning(division, replicas),
             lambda _n: self._training_bytes(division),
         )
 
@@ -321,16 +321,17 @@ class EmbodiedRecipeWork:
         beside = self.body.parameters / self.body.text.parameters
         return self.body.text.adapter_parameters(rank) * beside
 
-    def _learning(self, rollouts: int, division: Division) -> Work:
-        """All passes over rollouts, which m2flow makes when the step's are all there."""
-        recipe = self.recipe
-        rollouts = ceil(rollouts / division.fsdp)  # of a lane, which has whole ones
+    def _learning(self, division: Division, replicas: int) -> Work:
+        """All passes over a replica's rollouts, and the optimizer steps, when the step's rollouts
+        are all there."""
+        recipe, update = self.recipe, self._update(division, replicas)
+        rollouts = ceil(recipe.rollouts_per_step / (replicas * division.fsdp))  # of a lane
         turns = float(rollouts * self._turns * recipe.update.epochs)
         if recipe.algorithm.name == "sac":
             steps = recipe.replay.updates * recipe.replay.batch_size
             turns = steps * rollouts / recipe.rollouts_per_step
         if self.body is None:
-            return Work(seconds=CALL_SECONDS + turns * SMALL_TURN_SECONDS[recipe.policy.kind])
+            return Work(seconds=turns * SMALL_TURN_SECONDS[recipe.policy.kind], then=(update,))
         frozen = recipe.policy.lora_rank > 0
         passes = FROZEN_FORWARD_AND_BACKWARD if frozen else FORWARD_AND_BACKWARD
         passes += RECOMPUTED_FORWARD if self._again else 0.0
@@ -342,7 +343,7 @@ class EmbodiedRecipeWork:
             span=division.fsdp,
             overlapped=True,
             arithmetic=RATES.training,
-            seconds=CALL_SECONDS,
+            then=(update,),
         )
 
     def _gathered_and_scattered(self, division: Division) -> float:
