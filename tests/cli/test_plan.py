@@ -24,6 +24,8 @@ from m2flow.workloads.reasoning.work import prices
 
 M2flow = Callable[..., Any]
 
+HEAVY = ("generator", "learner")
+
 CONFIG = {
     "model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8,
     "num_key_value_heads": 2, "intermediate_size": 704, "vocab_size": 1000,
@@ -157,6 +159,43 @@ def test_a_plan_of_the_users_own_is_judged(tiny: Path, m2flow: M2flow) -> None:
     assert judged["decision"]["runners_up"]
 
 
+def test_what_a_plan_of_the_users_own_leaves_out_is_filled_in(m2flow: M2flow) -> None:
+    """Without sizes it was judged as if states took no memory, and moved in no time."""
+    words = ["plan", "qwen2.5-7b-grpo-math", "--cluster", "1x8xH100"]
+    best = json.loads(m2flow(*words, "--json").out)
+    for spot in best["placements"].values():
+        spot |= {"state_bytes": 0, "working_bytes": 0}
+    for lane in best["lanes"]:
+        del lane["memory_bytes"]
+    best["order"].reverse()  # a plan of one's own
+    Path("mine.json").write_text(json.dumps(best))
+    mine = json.loads(m2flow(*words, "--plan", "mine.json", "--json").out)
+    assert mine["lanes"][0]["memory_bytes"] > 0
+    assert min(mine["placements"][name]["state_bytes"] for name in HEAVY) > 0
+    told = mine["decision"]["predicted"]
+    assert told["terms"]["switching"] > 0
+    assert told["peak_bytes"]
+
+
+def test_a_plan_of_the_users_own_for_other_lanes_is_refused(tiny: Path, m2flow: M2flow) -> None:
+    Path("mine.json").write_text(m2flow("plan", tiny, "--cluster", "2x8xH100", "--json").out)
+    for cluster, lacking in (("1x8xH100", 8), ("2x4xH100", 4), ("1x16xCPU", 8)):
+        refusal = m2flow("plan", tiny, "--cluster", cluster, "--plan", "mine.json").error
+        assert refusal.startswith(f"--plan: the cluster lacks {lacking} of the plan's gpu lanes on")
+        assert refusal.endswith(f"(got '16 lanes'); expected lanes of {cluster}")
+
+
+def test_a_plan_of_the_users_own_that_cannot_run_says_why(m2flow: M2flow) -> None:
+    words = ["plan", "qwen2.5-7b-grpo-math", "--cluster", "1x8xH100"]
+    plan = json.loads(m2flow(*words, "--json").out)
+    learner = plan["placements"]["learner"]
+    learner |= {"replicas": [[n] for n in range(8)], "layout": "one", "state_bytes": 0}
+    Path("mine.json").write_text(json.dumps(plan))
+    refusal = m2flow(*words, "--plan", "mine.json").error
+    assert refusal.startswith("--plan: learner.train: the profile does not know this stage in this")
+    assert "(got 'one on 1 x gpu')" in refusal
+
+
 def test_the_frontier_of_staleness(tiny: Path, m2flow: M2flow) -> None:
     outcome = m2flow("plan", tiny, "--cluster", "1x2xCPU", "--max-staleness", 2, "--json")
     frontier = json.loads(outcome.out)["decision"]["frontier"]
@@ -218,6 +257,14 @@ def test_neither_torch_nor_ray_is_needed(tiny: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stderr == "[]\n"
     assert "128 lanes" in ran.stdout
+
+
+def test_modes_on_two_kinds_of_lanes_take_layouts_that_fit_both(m2flow: M2flow) -> None:
+    """The learner's layout was the smallest that fits either; all lanes then had no such price."""
+    words = ["plan", "qwen2.5-7b-grpo-math", "--cluster", "1x8xH100+1x8xH200"]
+    outcome = m2flow(*words, "--mode", "collocated", "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.plan.placements["learner"].layout == "fsdp4"
 
 
 # --- profiles -------------------------------------------------------------------------------------

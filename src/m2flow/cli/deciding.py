@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,13 +15,14 @@ from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan import build_plan, isolated_workers, read_plan, validate
 from m2flow.plan.account import LaneAccount, accounts
 from m2flow.plan.choose import check_fits, choose
-from m2flow.plan.choose.judge import shape
+from m2flow.plan.choose.judge import shape, sized
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import Cluster, lane_specs, parse_cluster
 from m2flow.plan.profile.work import Pricer
 from m2flow.plan.units import Items
+from m2flow.workloads.common.computed import lanes_named
 from m2flow.workloads.common.planning import (
     declared_layouts,
     flow_of,
@@ -92,7 +94,7 @@ class Planning:
     def decision(self) -> Decision:
         """What is chosen: by the planner, or by the person who named a mode or a plan."""
         mine = self._own_plan()
-        decision = self.decided(self._lanes(self.cluster), [] if mine is None else [mine])
+        decision = self.decided(self._lanes(self.cluster), mine)
         if mine is not None:
             return _of_plan(decision, mine)
         if self.asked.mode not in (None, AUTO_MODE):
@@ -112,12 +114,49 @@ class Planning:
         if self.asked.plan_file is None:
             return None
         mine = read_plan(self.asked.plan_file)
+        if self.cluster is not None:
+            mine = self._on_cluster(mine, self.cluster)
         declared = declared_layouts(self.flow, mine.lanes)
         validate(mine, self.graph, self.recipe.items_per_step, self.isolated, declared)
         return mine
 
-    def decided(self, lanes: Sequence[LaneSpec], beside: Sequence[Plan] = ()) -> Decision:
-        """The planner's choice for some lanes, with further plans judged beside its own."""
+    def _on_cluster(self, mine: Plan, cluster: Cluster) -> Plan:
+        """A plan of the user's with the cluster's limits, where it says none.
+
+        Raises:
+            UserError: it has lanes that the cluster lacks.
+        """
+        mine, there = lanes_named(mine, cluster), self._lanes(cluster)
+        limits = {lane.kind: lane.memory_bytes for lane in there}
+        free = [lane for lane in mine.lanes if lane.reserved_for is None]
+        wanted, known = (Counter((x.node, x.kind) for x in some) for some in (free, there))
+        for (node, kind), count in sorted((wanted - known).items()):
+            raise UserError(
+                f"the cluster lacks {count} of the plan's {kind} lanes on machine {node}",
+                key="--plan",
+                value=f"{len(free)} lanes",
+                expected=f"lanes of {cluster}",
+            )
+        lanes = tuple(
+            replace(x, memory_bytes=x.memory_bytes or limits.get(x.kind)) for x in mine.lanes
+        )
+        return replace(mine, lanes=lanes)
+
+    def _sized(self, mine: Plan, profile: Profile) -> Plan:
+        """A plan of the user's with the sizes that it does not say."""
+        known = sized(mine, self.graph, profile, self.recipe.items_per_step).placements
+        spots = {
+            worker: replace(
+                spot,
+                state_bytes=spot.state_bytes or known[worker].state_bytes,
+                working_bytes=spot.working_bytes or known[worker].working_bytes,
+            )
+            for worker, spot in mine.placements.items()
+        }
+        return replace(mine, placements=spots)
+
+    def decided(self, lanes: Sequence[LaneSpec], mine: Plan | None = None) -> Decision:
+        """The planner's choice for some lanes, with a plan of the user's judged beside its own."""
         try:
             profile = self._profile(self.cluster)
             return choose(
@@ -128,7 +167,7 @@ class Planning:
                 max_staleness=self.recipe.max_staleness,
                 isolated=self.isolated,
                 layouts=self._layouts(profile, lanes),
-                beside=beside,
+                beside=[] if mine is None else [self._sized(mine, profile)],
             )
         except UserError as error:
             if self.cluster is None or self.asked.profile_file or not self._refusal(self.cluster):
@@ -168,7 +207,8 @@ class Planning:
     def _layouts(self, profile: Profile, lanes: Sequence[LaneSpec]) -> dict[str, Layout]:
         """Layouts of workers in the plans of fixed modes: the recipe's, where they have a price.
 
-        Else on the fewest lanes among those that fit, and of several the one that is priced first.
+        Else on the fewest lanes among those that fit every kind of lane, or else any, and of
+        several the one that is priced first.
         """
         found: dict[str, Layout] = {}
         sources = {edge.source for edge in self.graph.weight_edges}
@@ -191,7 +231,9 @@ class Planning:
                 found[worker] = wanted or ONE_LANE
                 continue
             fitting = [one for one in options if self._fits(profile, lanes, worker, one, found)]
-            name, size, _ = min(fitting or options, key=lambda one: one[1])
+            kinds = {kind for *_, kind in options}
+            everywhere = [one for one in fitting if all((*one[:2], x) in fitting for x in kinds)]
+            name, size, _ = min(everywhere or fitting or options, key=lambda one: one[1])
             found[worker] = Layout(name, size)
         return {worker: layout for worker, layout in found.items() if layout.lanes > 1}
 
@@ -284,7 +326,8 @@ def _of_plan(decision: Decision, plan: Plan) -> Decision:
     for one in every:
         if shape(one.plan) == shape(plan):
             return _with_choice(decision, one)
-    raise UserError("the profile has no price for this plan", key="--plan")
+    why = decision.ruled_out.get(plan.mode, "the profile has no price for this plan")
+    raise UserError(why, key="--plan")
 
 
 def _with_choice(decision: Decision, chosen: Candidate) -> Decision:
