@@ -110,6 +110,21 @@ def test_a_dry_run_begins_with_a_plan_that_fits(
     assert "what a run would miss" not in outcome.out
 
 
+def test_the_plan_of_a_run_is_the_one_that_a_dry_run_begins_with(
+    words: list[str], m2flow: M2flow, accelerators: Callable[[str], None]
+) -> None:
+    """`m2flow plan` showed a collocated plan, with which no run on such lanes begins."""
+    accelerators("NVIDIA H100 80GB HBM3")
+    shown = m2flow("plan", *words, "--explain")
+    assert shown.code == 0
+    assert "a run begins with this plan, by a profile computed from the data sheet of the H100" in (
+        shown.err
+    )
+    _, plan = shown.out.split("plan: ")
+    assert plan.split("\n", 1)[1].strip() in m2flow("train", *words, "--dry-run").out
+    assert m2flow("plan", *words, "--json").plan.placements["learner"].layout == "fsdp8"
+
+
 def test_accelerators_that_no_data_sheet_is_of_count_by_their_memory(
     words: list[str], m2flow: M2flow, accelerators: Callable[[str], None]
 ) -> None:

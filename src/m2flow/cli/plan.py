@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from m2flow.engine.plan import Plan
 from m2flow.errors import UserError
+from m2flow.flow.graph import FlowGraph
 from m2flow.plan import describe_plan, to_json
 from m2flow.runtime.driver.auto import GUESSES
 from m2flow.workloads.common import Recipe, read_recipe
 from m2flow.workloads.common.planning import flow_of, lanes_of, planned
 from m2flow.workloads.common.recipe import AUTO_MODE
+from m2flow.workloads.common.start import beginning
 
 if TYPE_CHECKING:
     from m2flow.cli.deciding import Question
@@ -47,16 +50,18 @@ def plan(
     profiled = asked.cluster is not None or asked.profile_file is not None
     planned_by_us = found.mode == AUTO_MODE and asked.plan_file is None
     if planned_by_us and not profiled and wanted is None and not _has_profile(found):
+        graph, first, by = beginning(found)
+        known, how = ("measured", f"with this plan, {by}") if by else ("known", GUESSES[0])
         print(
-            f"nothing is known of these lanes yet: a run begins {GUESSES[0]}, learns what its "
+            f"nothing is {known} of these lanes yet: a run begins {how}, learns what its "
             "stages take, and tries the plans that look best",
             file=sys.stderr,
         )
-        _print_fixed(found.model_copy(update={"mode": GUESSES[0]}), None, explain, as_json)
+        _print_plan(found, graph, first, explain, as_json)
     elif profiled or planned_by_us:
         _print_decision(dataclasses.replace(asked, recipe=found, mode=wanted), explain, as_json)
     else:
-        _print_fixed(found, asked.plan_file, explain, as_json)
+        _print_plan(found, *planned(found, asked.plan_file), explain, as_json)
 
 
 def _has_profile(recipe: Recipe) -> bool:
@@ -82,9 +87,10 @@ def _refuse_without_cluster(asked: Question) -> None:
             )
 
 
-def _print_fixed(recipe: Recipe, plan_file: Path | None, explain: bool, as_json: bool) -> None:
-    """The plan of a fixed mode, or of a file: nothing is known of seconds."""
-    graph, chosen = planned(recipe, plan_file)
+def _print_plan(
+    recipe: Recipe, graph: FlowGraph, chosen: Plan, explain: bool, as_json: bool
+) -> None:
+    """The plan of a fixed mode, of a file, or that a run begins with, without its seconds."""
     if as_json or not explain:
         print(to_json(chosen), end="")
     if explain:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from m2flow.engine.plan import LaneSpec
+from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
+from m2flow.flow.graph import FlowGraph
 from m2flow.observe.loggers import check_services
 from m2flow.observe.metrics_log import tensorboard
 from m2flow.observe.progress import Progress, TrainProgress
@@ -162,29 +164,42 @@ def describe(recipe: Recipe, plan_file: Path | None = None) -> list[str]:
     return [*lines, "flow:", *(f"  {line}" for line in graph.describe()), *words, *gone]
 
 
-def _beginning(recipe: Recipe) -> list[str]:
-    """The plan that a run begins with where nothing is measured, and its memory account."""
+def beginning(recipe: Recipe) -> tuple[FlowGraph, Plan, str]:
+    """The graph, the plan that a run in mode `auto` begins with where no profile is stored, and
+    what it is chosen by; nothing, if it is a guess.
+
+    Raises:
+        UserError: no plan keeps the limits, or the guess does not fit.
+    """
     flow, lanes = flow_of(recipe), lanes_of(recipe)
     graph, isolated, names = flow.trace(), isolated_workers(flow), gpu_names()
     told = {names[lane.gpu] for lane in lanes if lane.gpu is not None and lane.gpu < len(names)}
     name = ", ".join(sorted(told))
     profile = computed_profile(recipe, graph, lanes, name)
+    if profile is None:
+        return *planned(recipe.model_copy(update={"mode": GUESSES[0]})), ""
+    plan = choose(
+        graph,
+        profile,
+        lanes,
+        recipe.items_per_step,
+        max_staleness=recipe.max_staleness,
+        isolated=isolated,
+        layouts=layouts_of(recipe, flow, lanes),
+        effort=EFFORT,
+    ).chosen.plan
+    plan = replace(plan, deadline_seconds=recipe.deadline_seconds)
+    return graph, plan, f"by a profile computed {whose_figures(name)}"
+
+
+def _beginning(recipe: Recipe) -> list[str]:
+    """The plan that a run begins with where nothing is measured, and its memory account."""
     try:
-        if profile is None:
-            graph, plan = planned(recipe.model_copy(update={"mode": GUESSES[0]}))
-            return [f"  as it begins, {GUESSES[0]}:", *memory_lines(recipe, graph, plan)]
-        plan = choose(
-            graph,
-            profile,
-            lanes,
-            recipe.items_per_step,
-            max_staleness=recipe.max_staleness,
-            isolated=isolated,
-            layouts=layouts_of(recipe, flow, lanes),
-            effort=EFFORT,
-        ).chosen.plan
+        graph, plan, by = beginning(recipe)
     except UserError as error:
         return [f"  as it begins: {error}"]
-    words = f"  as it begins, by a profile computed {whose_figures(name)}, unless one is stored:"
+    memory = memory_lines(recipe, graph, plan)
+    if not by:
+        return [f"  as it begins, {GUESSES[0]}:", *memory]
     _, *described = describe_plan(plan, graph, recipe.items_per_step)
-    return [words, *described, *memory_lines(recipe, graph, plan)]
+    return [f"  as it begins, {by}, unless one is stored:", *described, *memory]
