@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from m2flow.engine.plan import Plan, StagePlan
@@ -34,6 +34,7 @@ class Prediction:
         peak_bytes: for each lane with a limit of memory.
         staleness: mean version lag of the items.
         spans: of the last step, for a picture.
+        alike: lanes that do what another lane does, whose spans stand for theirs, and that lane.
         window: seconds between which the last step ran.
         num_events: events that the engine has handled for it.
     """
@@ -46,8 +47,21 @@ class Prediction:
     peak_bytes: Mapping[int, Bytes] = field(default_factory=dict)
     staleness: float = 0.0
     spans: tuple[Span, ...] = ()
+    alike: Mapping[int, int] = field(default_factory=dict)
     window: Window = (0.0, 0.0)
     num_events: int = 0
+
+    def every_span(self) -> list[Span]:
+        """The spans of all lanes."""
+        of_lane: dict[int, list[Span]] = {}
+        for span in self.spans:
+            of_lane.setdefault(span.lane, []).append(span)
+        others = (
+            replace(span, lane=lane)
+            for lane, like in self.alike.items()
+            for span in of_lane.get(like, ())
+        )
+        return [*self.spans, *others]
 
 
 @dataclass(frozen=True)
@@ -57,10 +71,12 @@ class Candidate:
     Attributes:
         plan: with the predicted seconds in it.
         prediction: what the simulation gave.
+        part: where equal lanes were folded, the plan on a part of them that was simulated.
     """
 
     plan: Plan
     prediction: Prediction
+    part: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,7 @@ class Decision:
         frontier: the best candidate for each staleness that is worth it, from 0 on.
         ruled_out: plans that break a limit, or whose price nobody knows, each with the reason.
         num_simulated: simulations that the choice took.
+        fold: how many lanes each lane of a candidate's `part` stands for.
     """
 
     chosen: Candidate
@@ -86,6 +103,7 @@ class Decision:
     frontier: tuple[Candidate, ...] = ()
     ruled_out: Mapping[str, str] = field(default_factory=dict)
     num_simulated: int = 0
+    fold: int = 1
 
     def shortlist(self, error: float, at_most: int = 4) -> tuple[Candidate, ...]:
         """The plans that a prediction cannot tell from the best one, the chosen one first.

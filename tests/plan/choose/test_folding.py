@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
+from statistics import fmean
 
 import pytest
 
@@ -11,6 +13,8 @@ from m2flow.plan.choose.draft import to_plan
 from m2flow.plan.choose.folding import fold_of, folded
 from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.choose.structures import starts
+from m2flow.plan.explain import explained
+from m2flow.plan.profile import Quantiles
 from m2flow.plan.simulate import simulate
 from m2flow.plan.validate import validate
 from tests.plan.choose.test_choose import waiting
@@ -38,3 +42,17 @@ def test_a_choice_on_many_lanes_is_a_plan_for_all_of_them() -> None:
     assert prediction.idle.keys() == {lane.id for lane in lanes}
     total = prediction.seconds * len(lanes)
     assert sum(prediction.terms.values()) == pytest.approx(total, rel=1e-6)
+
+
+def test_lanes_are_drawn_as_busy_as_they_are_predicted() -> None:
+    """All but one lane of each fold were drawn idle, and the bottleneck named the others alone."""
+    profile = waiting()
+    even = replace(profile.stage("gen.generate"), lengths=Quantiles((10.0, 10.0)))
+    alike = replace(profile, stages={**profile.stages, "gen.generate": even})
+    found = choose(GRPO, alike, lanes_of({"cpu": 256}), 512, effort=20)  # all steps are the same
+    why = explained(found, GRPO)
+    assert sorted(lane for row in why.timeline.rows for lane in row.lanes) == list(range(256))
+    for row in why.timeline.rows:
+        predicted = fmean(found.chosen.prediction.idle[lane] for lane in row.lanes)
+        assert row.idle == pytest.approx(predicted, abs=0.01)
+    assert len(why.bottleneck.lanes) % found.fold == 0

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from m2flow.engine.plan import StagePlan
-from m2flow.plan.explain.flips import FACTORS, flips, rescaled
-from m2flow.plan.prediction import Candidate, Decision
+from m2flow.engine.plan import Plan, StagePlan
+from m2flow.plan.choose import choose
+from m2flow.plan.explain import explained
+from m2flow.plan.explain import flips as module
+from m2flow.plan.explain.flips import FACTORS, Flips, flips, rescaled
+from m2flow.plan.explain.words import in_words
+from m2flow.plan.prediction import Candidate, Decision, Prediction
 from m2flow.plan.profile import Piecewise, StageCost, StageProfile
 from m2flow.plan.simulate import simulate
 from m2flow.plan.units import Bytes
+from tests.plan.choose.test_choose import waiting
 from tests.plan.explain.cases import GEN, STAGES, TRAIN, plan_of, predicted, profile, span
-from tests.plan.small_graphs import TALKING
+from tests.plan.random_cases import lanes_of
+from tests.plan.small_graphs import GRPO, TALKING
 
 
 @pytest.mark.parametrize("what", [GEN, TRAIN, "publishing", "links", "switching"])
@@ -65,7 +72,7 @@ def test_a_flip_flips(contest: Decision) -> None:
         )
         return bool(1.01 * theirs < ours)
 
-    found = flips(contest, TALKING)
+    found = flips(contest, TALKING).found
     assert TRAIN in {flip.input for flip in found}
     for flip in found:
         assert ahead(flip.factor, flip.input)
@@ -82,4 +89,44 @@ def test_a_choice_that_somebody_else_made_has_no_flips() -> None:
     """What was not the best in the first place is not overtaken."""
     slow = Candidate(plan_of("a", [0], [0]), predicted(10, span(0, GEN, 0, 10)))
     fast = Candidate(plan_of("b", [0], [1]), predicted(5, span(0, GEN, 0, 5)))
-    assert flips(Decision(slow, (fast,), profile(), 16), TALKING) == []
+    assert flips(Decision(slow, (fast,), profile(), 16), TALKING) == Flips()
+
+
+def test_no_simulation_begins_when_its_events_are_spent(
+    contest: Decision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On large steps flips were looked for during minutes, without a word."""
+    events = list[int]()
+
+    def counted(*words: Any, **more: Any) -> Prediction:
+        found = simulate(*words, **more)
+        events.append(found.num_events)
+        return found
+
+    monkeypatch.setattr(module, "simulate", counted)
+    every = flips(contest, TALKING)
+    assert not every.not_tried
+    most = sum(events) // 3
+    events.clear()
+    some = flips(contest, TALKING, most)
+    assert sum(events) <= most + max(events)
+    assert some.not_tried
+    assert {flip.input for flip in some.found}.isdisjoint(some.not_tried)
+    told = in_words(explained(contest, TALKING, flips=some))
+    assert f"  not tried, as it takes long to simulate: {', '.join(some.not_tried)}" in told
+
+
+def test_plans_for_many_lanes_are_simulated_on_a_part_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decision = choose(GRPO, waiting(), lanes_of({"cpu": 64}), 128, effort=20)
+    asked = list[tuple[int, int]]()
+
+    def counted(graph: Any, plan: Plan, prices: Any, items: int, **more: Any) -> Prediction:
+        asked.append((len(plan.lanes), items))
+        return simulate(graph, plan, prices, items, **more)
+
+    monkeypatch.setattr(module, "simulate", counted)
+    flips(decision, GRPO)
+    assert decision.fold == 4
+    assert set(asked) == {(16, 32)}

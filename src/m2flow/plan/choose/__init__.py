@@ -102,6 +102,7 @@ def choose(
         _frontier(ranked, max_staleness),
         {**choice.judge.ruled_out, **choice.whole.ruled_out},
         choice.judge.num_simulated + choice.whole.num_simulated,
+        choice.fold,
     )
 
 
@@ -148,7 +149,8 @@ class _Choice:
             if found is not None:
                 plan = isolate(replace(whole, lanes=self.lanes), self.isolated)
                 told = unfolded(found.prediction, self.problem, self.small, plan, self.fold)
-                yield Candidate(replace(plan, predicted_seconds=float(told.seconds)), told)
+                plan = replace(plan, predicted_seconds=float(told.seconds))
+                yield Candidate(plan, told, found.plan)
 
     def _fixed(self, staleness: int) -> Iterator[tuple[str, Plan, Plan]]:
         """The fixed modes that fit, with their plans on the part of the lanes and on all lanes."""

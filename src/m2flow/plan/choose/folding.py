@@ -118,4 +118,5 @@ def unfolded(
         spans=tuple(
             replace(span, lane=first[span.lane]) for span in prediction.spans if span.lane in first
         ),
+        alike={lane: first[part] for lane, part in column.items() if lane != first[part]},
     )

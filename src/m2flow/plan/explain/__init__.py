@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan.explain.bottleneck import Bottleneck, bottleneck
 from m2flow.plan.explain.differences import differences, title, where
-from m2flow.plan.explain.flips import Flip
+from m2flow.plan.explain.flips import Flip, Flips
 from m2flow.plan.gantt import Gantt, folded, lay_out
 from m2flow.plan.prediction import Candidate, Decision, Prediction
 from m2flow.plan.race import Tried
@@ -69,6 +69,7 @@ class Explanation:
         source: of the prices, "measured" or "analytic".
         assumptions: values that were assumed where nothing was measured, a line each.
         timeline: the predicted step.
+        not_flipped: inputs whose changes would have taken too long to simulate.
     """
 
     title: str
@@ -89,6 +90,7 @@ class Explanation:
     source: str
     assumptions: tuple[str, ...]
     timeline: Gantt
+    not_flipped: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -100,7 +102,7 @@ def explained(
     decision: Decision,
     graph: FlowGraph,
     *,
-    flips: Sequence[Flip] | None = None,
+    flips: Flips | None = None,
     race: Sequence[Tried] | None = None,
 ) -> Explanation:
     """Explain a decision; nothing is simulated.
@@ -123,17 +125,18 @@ def explained(
         considered=1 + len(decision.others),
         stands=tuple(where(plan)),
         stages=tuple(node.name for node in graph.nodes),
-        predicted=replace(prediction, spans=()),
+        predicted=replace(prediction, spans=(), alike={}),
         bottleneck=bottleneck(chosen),
         memory=_memory(chosen),
         runners_up=tuple(_alternative(one, decision) for one in decision.others[:RUNNERS_UP]),
         ruled_out=decision.ruled_out,
-        flips=None if flips is None else tuple(flips),
+        flips=None if flips is None else flips.found,
         frontier=tuple(_alternative(one, decision) for one in decision.frontier) if ahead else (),
         race=profile.race if race is None else tuple(race),
         source=profile.source,
         assumptions=profile.assumptions,
-        timeline=folded(lay_out(prediction.spans, prediction.window, lanes), COLUMNS),
+        timeline=folded(lay_out(prediction.every_span(), prediction.window, lanes), COLUMNS),
+        not_flipped=() if flips is None else flips.not_tried,
     )
 
 

@@ -38,7 +38,7 @@ class Bottleneck:
 
 def bottleneck(candidate: Candidate) -> Bottleneck:
     """What bounds the step of a candidate."""
-    spans, lanes = candidate.prediction.spans, [lane.id for lane in candidate.plan.lanes]
+    spans, lanes = candidate.prediction.every_span(), [x.id for x in candidate.plan.lanes]
     accounts = where_the_time_went(spans, candidate.prediction.window, lanes)
     idle = {one.lane: one.share(one.terms["waiting"]) for one in accounts}
     least = min(idle.values())

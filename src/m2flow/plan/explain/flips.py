@@ -10,8 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from m2flow.engine.plan import Plan
 from m2flow.errors import RunFailed
 from m2flow.flow.graph import FlowGraph
+from m2flow.plan.choose.folding import folded_profile
 from m2flow.plan.explain.differences import differences
 from m2flow.plan.prediction import AS_GOOD, Candidate, Decision
 from m2flow.plan.profile import Profile, WorkerCost
@@ -29,6 +31,9 @@ NOTICED = 0.01
 
 STEPS = 2
 """Steps of a simulation."""
+
+MOST_EVENTS = 400_000
+"""Events of all simulations: some ten seconds."""
 
 OVERHEAD = ("switching", "publishing", "links")
 """Inputs beside the stages."""
@@ -55,23 +60,43 @@ class Flip:
     other_seconds: float
 
 
-def flips(decision: Decision, graph: FlowGraph) -> list[Flip]:
-    """What would flip a choice, smallest changes first.
+@dataclass(frozen=True)
+class Flips:
+    """What would flip a choice.
+
+    Attributes:
+        found: smallest changes first.
+        not_tried: inputs for which no events were left.
+    """
+
+    found: tuple[Flip, ...] = ()
+    not_tried: tuple[str, ...] = ()
+
+
+def flips(decision: Decision, graph: FlowGraph, most_events: int = MOST_EVENTS) -> Flips:
+    """What would flip a choice; inputs that take most of the lanes' time are tried first.
 
     Args:
         decision: whose choice. Nothing flips it if a rival is faster already: a person made it.
         graph: its flow.
+        most_events: no further simulation begins after so many simulated events.
     """
     chosen = decision.chosen
     allowed = chosen.plan.max_staleness
     rivals = [one for one in decision.others if one.plan.max_staleness <= allowed][:RIVALS]
     if any(one.prediction.seconds * (1 + AS_GOOD) < chosen.prediction.seconds for one in rivals):
-        return []
-    found: list[Flip] = []
-    for what in (*(node.name for node in graph.nodes), *OVERHEAD) if rivals else ():
-        if any(_share(one, what) >= NOTICED for one in (chosen, *rivals)):
-            found += _of_input(what, decision, graph, rivals)
-    return sorted(found, key=lambda flip: abs(math.log(flip.factor)))
+        return Flips()
+    names = (*(node.name for node in graph.nodes), *OVERHEAD) if rivals else ()
+    shares = {what: max(_share(one, what) for one in (chosen, *rivals)) for what in names}
+    contest = _Contest(decision, graph, rivals, most_events)
+    found, not_tried = list[Flip](), list[str]()
+    for what in sorted((x for x in names if shares[x] >= NOTICED), key=lambda x: -shares[x]):
+        try:
+            found += list(contest.of_input(what))
+        except _Spent:
+            not_tried.append(what)
+    found.sort(key=lambda flip: abs(math.log(flip.factor)))
+    return Flips(tuple(found), tuple(not_tried))
 
 
 def _share(one: Candidate, what: str) -> float:
@@ -81,34 +106,51 @@ def _share(one: Candidate, what: str) -> float:
     return float(spent) / max(1e-12, sum(prediction.terms.values()))
 
 
-def _of_input(
-    what: str, decision: Decision, graph: FlowGraph, rivals: Sequence[Candidate]
-) -> Iterator[Flip]:
-    """The smallest flip of an input upwards, and the smallest downwards, where there is one."""
-    chosen = decision.chosen
+class _Spent(Exception):
+    """No events are left."""
 
-    def overtaken(factor: float) -> Flip | None:
-        profile = rescaled(decision.profile, what, factor)
 
-        def seconds(one: Candidate) -> float:
-            try:
-                found = simulate(graph, one.plan, profile, decision.num_items, steps=STEPS)
-            except RunFailed:
-                return math.inf
-            return float(found.seconds)
+class _Contest:
+    """The chosen plan and its rivals, on a part of the lanes where all were judged on one."""
 
-        ours, theirs = seconds(chosen), [seconds(rival) for rival in rivals]
+    def __init__(
+        self, decision: Decision, graph: FlowGraph, rivals: Sequence[Candidate], events: int
+    ) -> None:
+        self._graph, self._rivals, self._chosen = graph, rivals, decision.chosen
+        self._events, every = events, (decision.chosen, *rivals)
+        fold = decision.fold if all(one.part is not None for one in every) else 1
+        plans = ((fold > 1 and one.part) or one.plan for one in every)
+        self._plans = [replace(plan, deadline_seconds=math.inf) for plan in plans]
+        self._profile = folded_profile(decision.profile, graph, fold)
+        self._num_items = decision.num_items // fold
+
+    def of_input(self, what: str) -> Iterator[Flip]:
+        """The smallest flip of an input upwards, and the smallest downwards, where there is one."""
+        for ladder in (FACTORS, tuple(1 / factor for factor in FACTORS)):
+            largest = self._overtaken(what, ladder[-1])
+            if largest is not None:
+                smaller = (self._overtaken(what, factor) for factor in ladder[:-1])
+                yield next(filter(None, smaller), largest)
+
+    def _overtaken(self, what: str, factor: float) -> Flip | None:
+        profile = rescaled(self._profile, what, factor)
+        ours, *theirs = (self._seconds(plan, profile) for plan in self._plans)
         best = min(theirs)
         if best * (1 + AS_GOOD) >= ours:
             return None
-        other = rivals[theirs.index(best)].plan
-        changes = tuple(differences(chosen.plan, other))
+        other = self._rivals[theirs.index(best)].plan
+        changes = tuple(differences(self._chosen.plan, other))
         return Flip(what, factor, other.mode, changes, ours, best)
 
-    for ladder in (FACTORS, tuple(1 / factor for factor in FACTORS)):
-        largest = overtaken(ladder[-1])
-        if largest is not None:
-            yield next(filter(None, map(overtaken, ladder[:-1])), largest)
+    def _seconds(self, plan: Plan, profile: Profile) -> float:
+        if self._events <= 0:
+            raise _Spent
+        try:
+            found = simulate(self._graph, plan, profile, self._num_items, steps=STEPS)
+        except RunFailed:
+            return math.inf
+        self._events -= found.num_events
+        return float(found.seconds)
 
 
 def rescaled(profile: Profile, what: str, factor: float) -> Profile:

@@ -132,7 +132,7 @@ def _flips(explanation: Explanation) -> Iterator[str]:
     first = explanation.runners_up[:1]
     if any(one.seconds * (1 + AS_GOOD) < explanation.seconds for one in first):
         yield "  nothing: another plan is faster as it is"
-    elif not flips:
+    elif not flips and not explanation.not_flipped:
         yield "  no input alone, up to 4 times more or less of it"
     for flip in flips[:SHOWN]:
         faster = " (faster)" if flip.factor < 1 else ""
@@ -141,6 +141,8 @@ def _flips(explanation: Explanation) -> Iterator[str]:
         yield from _some([f"    {change}" for change in flip.changes], most=2)
     if len(flips) > SHOWN:
         yield f"  and {len(flips) - SHOWN} more, by larger changes"
+    if explanation.not_flipped:
+        yield f"  not tried, as it takes long to simulate: {', '.join(explanation.not_flipped)}"
 
 
 def _some(lines: Sequence[str], most: int = SHOWN) -> Iterator[str]:
