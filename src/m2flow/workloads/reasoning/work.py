@@ -8,7 +8,7 @@ Each assumption is told, and so is whatever a price has that m2flow cannot do ye
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,18 +19,11 @@ from m2flow.generation.supported import ENGINES
 from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import WEIGHT_BYTES, ModelShape, read_model
 from m2flow.models.work import (
-    HOST_STEP_BYTES,
     decoding,
     drawing_parameters,
     drawing_parts,
-    forward_pass,
     lane_parameters,
-    on_host,
     prefill,
-    trained_bytes,
-    training_parts,
-    training_pass,
-    update,
 )
 from m2flow.plan.profile import Quantiles
 from m2flow.plan.profile.hardware import Device
@@ -45,8 +38,8 @@ from m2flow.plan.profile.work import (
     WorkerWork,
     rising,
 )
-from m2flow.training.division import Division
 from m2flow.workloads.reasoning.config import CACHE_SHARE, ReasoningRecipe
+from m2flow.workloads.reasoning.passes import PassWork, number_bytes
 from m2flow.workloads.reasoning.supported import (
     divides_by_heads,
     is_divided,
@@ -104,8 +97,6 @@ LATENT = "attention of keys and values from a compressed state costs what plain 
 DECODING = "decoding steps of captured graphs, whose scheduling and sampling take no time"
 
 DECODING_TOGETHER = "such decoding steps of generation on several lanes"
-
-NUMBER_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 PREFILL_TOKENS = 8192
 """Of prompts, that the native engine computes together at most."""
@@ -273,13 +264,9 @@ class RecipeWork:
         can = self.divided and not self.model.experts and self.recipe.generation.captured_decode
         return can or not own
 
-    def _number(self, dtype: str) -> int:
-        """Return the bytes of a number that is computed with."""
-        return NUMBER_BYTES.get(dtype, 2 if self.device.kind == "gpu" else 4)
-
     @property
     def _drawn_number(self) -> int:
-        return self._number(self.recipe.generation.dtype or self.recipe.model.dtype)
+        return number_bytes(self.recipe.generation.dtype or self.recipe.model.dtype, self.device)
 
     @property
     def drawn_weight_bytes(self) -> float:
@@ -292,17 +279,8 @@ class RecipeWork:
         section = self.recipe.model
         if section.lora_publish == "merged":
             return float(self.model.weight_bytes)
-        return float(self._trained_number * (self._adapters or 0))
-
-    @property
-    def _adapters(self) -> int | None:
-        """Count the parameters of adapters; None where the model itself is trained."""
-        rank = self.recipe.model.lora_rank
-        return self.model.adapter_parameters(rank) if rank else None
-
-    @property
-    def _trained_number(self) -> int:
-        return self._number(self.recipe.model.dtype)
+        learner = self._passes("learner")
+        return float(learner.number * (learner.adapters or 0))
 
     def _stage(self, node: StageNode) -> StageWork:
         """Describe one stage, by what its method is called."""
@@ -324,24 +302,25 @@ class RecipeWork:
                     tuple(self._again(one, share) for one in self._heads_divided()), size
                 )
             case "logprobs" | "values":
-                own = self._of_worker(node.worker)
-                passing = [own._passing(one, self._at_a_time) for one in own._divisions()]
+                own = self._passes(node.worker)
+                passing = [own.passing(one, own.at_a_time) for one in own.divisions()]
                 return StageWork(tuple(passing), size)
             case "train":
-                own = self._of_worker(node.worker)
-                return StageWork(tuple(map(own._training, own._divisions())), size)
+                own = self._passes(node.worker)
+                return StageWork(tuple(map(own.training, own.divisions())), size)
         scores = node.method in ("score", "score_again")
         each = score_seconds(self.recipe) if scores else GROUP_SECONDS
         return StageWork((LayoutWork(call=lambda n: Work(seconds=CALL_SECONDS + n * each)),))
 
-    def _of_worker(self, name: str | None) -> RecipeWork:
-        """Return the same of a worker that computes whole answers: a critic has the policy's body
+    def _passes(self, name: str | None) -> PassWork:
+        """Return what a worker asks that computes whole answers: a critic has the policy's body
         with one output, and is trained in full."""
-        if name != CRITIC:
-            return self
-        full = self.recipe.model.model_copy(update={"lora_rank": 0})
-        recipe = self.recipe.model_copy(update={"model": full})
-        return replace(self, recipe=recipe, model=replace(self.model, outputs=1))
+        recipe, model = self.recipe, self.model
+        if name == CRITIC:
+            full = recipe.model.model_copy(update={"lora_rank": 0})
+            recipe = recipe.model_copy(update={"model": full})
+            model = replace(model, outputs=1)
+        return PassWork(recipe, model, self.answers, self.device, self.lanes, self.by_heads)
 
     def _of(self, judging: JudgeWork) -> RecipeWork:
         """Return the same of a model that judges, in the policy's place."""
@@ -351,8 +330,8 @@ class RecipeWork:
         own = self._of(judging)
         if judging.max_running:
             return own._drawing(size, judging.max_running, self.recipe.judge.cache_gb)
-        at_a_time = self.recipe.reward_model.tokens_per_microbatch
-        return StageWork(tuple(own._passing(one, at_a_time) for one in self._in_shards()), size)
+        at_a_time, passes = self.recipe.reward_model.tokens_per_microbatch, own._passes(None)
+        return StageWork(tuple(passes.passing(one, at_a_time) for one in passes.in_shards()), size)
 
     def _judging_state(self, judging: JudgeWork) -> WorkerWork:
         """Return the weights of a model that judges, in 16 bits."""
@@ -361,7 +340,7 @@ class RecipeWork:
             divided = self._of(judging)._heads_divided()
             kept = [(one, drawing_parameters(model, one.lanes)) for one in divided]
         else:
-            shards = self._in_shards()
+            shards = self._passes(None).in_shards()
             kept = [(layout_of(one, None), lane_parameters(model, one)) for one in shards]
         return WorkerWork([(one, {"weights": WEIGHT_BYTES * count}) for one, count in kept])
 
@@ -402,44 +381,13 @@ class RecipeWork:
 
         return LayoutWork(layout, work, working_bytes=working)
 
-    def _in_shards(self) -> Iterator[Division]:
-        yield from (Division(fsdp=n) for n in rising(self.lanes))
-
     def _worker(self, name: str, graph: FlowGraph) -> WorkerWork:
         if name in self.judges:
             return self._judging_state(self.judges[name])
         methods = {node.method for node in graph.nodes if node.worker == name}
         if "generate" in methods:
             return self.generator(self._heads_divided())
-        return self._of_worker(name)._state(methods)
-
-    def _state(self, methods: set[str]) -> WorkerWork:
-        """Return the state of a worker with these methods, that computes whole answers."""
-        if not methods & {"logprobs", "values", "train"}:
-            return WorkerWork(())
-        each: Mapping[str, float] = {"weights": self._trained_number}
-        hosted: Mapping[str, float] = {}
-        training = self.recipe.training
-        moments_8bit, masters = training.moments == "8bit", training.rounding == "nearest"
-        trained = trained_bytes(self._trained_number, moments_8bit=moments_8bit, masters=masters)
-        if "train" in methods and self._adapters is not None:
-            adapters = self._adapters / self.model.parameters
-            # Divided as what they stand on, or nearly so.
-            each = {**each, "adapters and their optimizer": sum(trained.values()) * adapters}
-        elif "train" in methods:
-            each = trained
-            if training.optimizer_on_host:
-                each, hosted = on_host(trained)
-        divisions = list(self._divisions())
-        return WorkerWork(
-            [(layout_of(one, self.model), self._times(each, one)) for one in divisions],
-            hosted=[(layout_of(one, self.model), self._times(hosted, one)) for one in divisions],
-        )
-
-    def _times(self, each: Mapping[str, float], division: Division) -> Held:
-        """Return the bytes of a lane's parameters, from those of one."""
-        count = lane_parameters(self.model, division)
-        return {what: size * count for what, size in each.items()}
+        return self._passes(name).state(methods)
 
     def _heads_divided(self) -> Sequence[Layout]:
         """Return the layouts of generation: tensor-parallel within a machine, if divided at all."""
@@ -447,21 +395,6 @@ class RecipeWork:
             return [ONE_LANE]
         sizes = [n for n in rising(min(self.lanes, self.device.lanes_per_node)) if n & (n - 1) == 0]
         return [by_heads(n, self.model.kv_heads) for n in sizes]
-
-    def _divisions(self) -> Iterator[Division]:
-        """Yield the layouts of training and passes; those that exchange much, within a machine."""
-        near = min(self.lanes, self.device.lanes_per_node)
-        some = [2**n for n in range(1, near.bit_length())]
-        yield from self._in_shards()
-        adapts = self.recipe.model.lora_rank > 0
-        for tp in some if self.by_heads and not self.model.experts else ():
-            yield Division(tp=tp)
-            if not adapts and layout_of(Division(tp=tp), self.model).obstacle() is None:
-                shards = [2**n for n in range(1, (self.lanes // tp).bit_length())]
-                yield from (Division(tp=tp, fsdp=fsdp) for fsdp in shards)
-        yield from (Division(cp=n) for n in some)
-        if self.model.experts:
-            yield from (Division(ep=n) for n in rising(self.lanes) if n > 1)
 
     def token_bytes(self, lanes: int) -> float:
         """Return the bytes of a token's keys and values on each of so many lanes."""
@@ -520,76 +453,6 @@ class RecipeWork:
         running = min(own, recipe.samples_per_step)
         beside = self.drawing_beside(running, recipe.prompts_per_step * prompt, lanes)
         return LayoutWork(layout, working_bytes=lambda _prompts: beside, rounds=rounds)
-
-    @property
-    def _at_a_time(self) -> int:
-        return self.recipe.training.tokens_per_microbatch
-
-    def _microbatch(self, size: int) -> float:
-        """Return the tokens that a lane computes at a time in the mean, of at most `size`."""
-        return max(size, self.answers.tokens)
-
-    def _packed(self, count: int, division: Division, size: int) -> int:
-        """Return the most tokens of so many answers that a lane computes at a time."""
-        longest = math.ceil(self.answers.longest / division.cp)
-        return min(max(size, longest), count * longest)
-
-    def _passing(self, division: Division, size: int) -> LayoutWork:
-        model = self.model
-        return LayoutWork(
-            layout_of(division, model),
-            lambda n: forward_pass(model, self.answers, n, division, self._microbatch(size)),
-            working_bytes=lambda n: training_parts(
-                model,
-                division,
-                self._packed(n, division, size),
-                True,
-                self._trained_number,
-                gradients=False,
-            ),
-        )
-
-    @property
-    def _recomputes(self) -> bool:
-        return self.recipe.training.checkpoints_on(self.device.kind)
-
-    def _training(self, division: Division) -> LayoutWork:
-        return LayoutWork(
-            layout_of(division, self.model),
-            lambda n: self._gradient(division, n),
-            lambda replicas: self._finish(division, replicas),
-            lambda n: training_parts(
-                self.model,
-                division,
-                self._packed(n, division, self._at_a_time),
-                self._recomputes,
-                self._trained_number,
-                gradients=self._adapters is None,
-            ),
-        )
-
-    def _gradient(self, division: Division, count: int) -> Work:
-        size = self._microbatch(self._at_a_time)
-        return training_pass(
-            self.model, self.answers, count, division, size, self._recomputes,
-            frozen=self._adapters is not None,
-        )  # fmt: skip
-
-    def _finish(self, division: Division, replicas: int) -> Work:
-        """Return the end of a mini-batch: its update, and all of it again in further epochs."""
-        update, again = self._update(division, replicas), self.recipe.algorithm.epochs - 1
-        if not again:
-            return update
-        count = math.ceil(self.recipe.samples_per_minibatch / replicas)
-        epoch = replace(update, then=(*update.then, self._gradient(division, count)))
-        return replace(update, then=(*update.then, epoch.times(again)))
-
-    def _update(self, division: Division, replicas: int) -> Work:
-        work = update(self.model, division, replicas, self._adapters)
-        if not self.recipe.training.optimizer_on_host or self._adapters is not None:
-            return work
-        moved = HOST_STEP_BYTES * lane_parameters(self.model, division)
-        return replace(work, read_bytes=0.0, seconds=self.device.host_copy_seconds(moved))
 
 
 def _not_yet(what: str) -> str:
