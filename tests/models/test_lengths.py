@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.errors import UserError
-from m2flow.models.lengths import Answers, LogNormalLengths, fit_lengths
+from m2flow.models.lengths import (
+    WIDEST,
+    Answers,
+    LogNormalLengths,
+    fit_lengths,
+    lengths_below,
+)
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -38,6 +44,28 @@ def test_the_mean_in_closed_form_is_that_of_many_draws() -> None:
 def test_no_lengths_of_an_impossible_mean(mean: float) -> None:
     with pytest.raises(UserError, match=r"lengths\.mean"):
         fit_lengths(mean, 20_000)
+
+
+@pytest.mark.parametrize("mean", [0, 20_000, 30_000, math.nan])
+def test_no_lengths_of_a_mean_that_is_not_below_the_maximum(mean: float) -> None:
+    with pytest.raises(UserError, match=r"lengths\.mean.*expected more than 0 and less than 20000"):
+        lengths_below(mean, 20_000)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.integers(500, 40_000), st.floats(1e-5, 0.95))
+def test_fewer_answers_reach_the_maximum_where_the_mean_is_low(maximum: int, part: float) -> None:
+    """The spread stays in bounds, and where it is within them nothing else is assumed."""
+    lengths = lengths_below(part * maximum, maximum)
+    assert lengths.mean == pytest.approx(part * maximum, rel=1e-6)
+    assert lengths.spread <= WIDEST + 1e-9
+    if lengths.spread < WIDEST:
+        assert lengths == fit_lengths(part * maximum, maximum)
+    assert lengths.above(maximum) <= 0.02 + 1e-9
+    drawn = lengths.stratified(4000)
+    assert sum(length > maximum / 2 for length in drawn) / 4000 == pytest.approx(
+        lengths.above(maximum / 2), abs=1 / 4000
+    )
 
 
 def test_tokens_attended_to_are_those_of_long_answers() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist, pstdev
@@ -16,6 +17,10 @@ from statistics import NormalDist, pstdev
 from m2flow.errors import UserError
 
 _STANDARD = NormalDist()
+
+WIDEST = 1.5
+"""Standard deviation of the logarithm of lengths that are assumed, at most: two answers of three
+are within 4.5 times the median. In the run that prices are fitted to it is 0.8."""
 
 
 def _above(z: float) -> float:
@@ -45,6 +50,12 @@ class LogNormalLengths:
         z = (math.log(self.maximum) - self.log_median) / self.spread
         whole = math.exp(self.log_median + self.spread**2 / 2)
         return whole * _above(self.spread - z) + self.maximum * _above(z)
+
+    def above(self, tokens: float) -> float:
+        """Return the share of the answers before cutting that are longer than so many tokens."""
+        if self.spread == 0:
+            return float(math.log(tokens) < self.log_median)
+        return _above((math.log(tokens) - self.log_median) / self.spread)
 
     def cut(self, maximum: int) -> LogNormalLengths:
         """Return the same answers under another limit."""
@@ -118,8 +129,39 @@ def fit_lengths(mean: float, maximum: int, share_at_maximum: float = 0.02) -> Lo
         return LogNormalLengths(math.log(maximum) - z * spread, spread, maximum)
 
     # The wider, the lower the median below the fixed maximum: the mean falls with the spread.
-    low, high = 0.0, 20.0
+    return with_spread(_solved(lambda spread: with_spread(spread).mean > mean, 0.0, 20.0))
+
+
+def lengths_below(mean: float, maximum: int, share_at_maximum: float = 0.02) -> LogNormalLengths:
+    """Find the distribution of `fit_lengths`, or where it is wider than `WIDEST` or there is none,
+    one of that spread, of which fewer answers reach the maximum.
+
+    Raises:
+        UserError: the mean is not above 0 and below the maximum.
+    """
+    if not 0 < mean < maximum:
+        raise UserError(
+            "no lengths have this mean under their maximum",
+            key="lengths.mean",
+            value=mean,
+            expected=f"more than 0 and less than {maximum}",
+        )
+
+    def with_median(log_median: float) -> LogNormalLengths:
+        return LogNormalLengths(log_median, WIDEST, maximum)
+
+    low = math.log(mean) - WIDEST**2  # whose mean is lower even before cutting
+    found = with_median(
+        _solved(lambda log_median: with_median(log_median).mean < mean, low, low + 100)
+    )
+    if found.above(maximum) < share_at_maximum:
+        return found
+    return fit_lengths(mean, maximum, share_at_maximum)
+
+
+def _solved(falls_short: Callable[[float], bool], low: float, high: float) -> float:
+    """Return where a condition that holds at first ends to hold."""
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if with_spread(middle).mean > mean else (low, middle)
-    return with_spread(high)
+        low, high = (middle, high) if falls_short(middle) else (low, middle)
+    return high

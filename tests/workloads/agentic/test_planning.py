@@ -61,6 +61,21 @@ def test_more_turns_and_longer_answers_cost_more() -> None:
     assert turns_and_seconds(assumed=longer)[1] > seconds
 
 
+def test_short_trajectories_under_a_long_limit_are_planned() -> None:
+    """They were refused in the name of `--answer-tokens`, which nobody gave: 448 tokens in the mean
+    of at most 32,768."""
+    from m2flow.plan.profile.analytic import analytic_profile
+    from m2flow.plan.profile.clusters import parse_cluster
+
+    words = ["generation.max_new_tokens=256", "episode.max_result_tokens=256"]
+    words += ["episode.max_tokens=32768"]
+    recipe = read_recipe(RECIPES / "qwen2.5-3b-grpo-search.yaml", words)
+    graph = WORKLOAD.flow(recipe).trace()  # type: ignore[arg-type]
+    pricer = WORKLOAD.prices(recipe, graph, NOTHING_ASSUMED)  # type: ignore[arg-type]
+    found = analytic_profile(graph, parse_cluster("1x8xH100"), pricer, recipe.items_per_step)
+    assert "all that stands behind a prompt: 448 tokens in the mean" in found.assumptions
+
+
 def test_adapters_that_are_published_cost_less_than_a_model() -> None:
     from m2flow.plan.profile.clusters import parse_cluster
 

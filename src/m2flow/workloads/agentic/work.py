@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import ONE_LANE
-from m2flow.models.lengths import fit_lengths
+from m2flow.models.lengths import lengths_below
 from m2flow.models.shape import read_model
 from m2flow.models.work import decoding, prefill
 from m2flow.plan.profile import Quantiles
@@ -102,9 +102,7 @@ def prices(recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         f"all that stands behind a prompt: {whole:.0f} tokens in the mean",
         f"{score_seconds(recipe) * 1e3:g} ms to score a trajectory, on one lane",
     )
-    lengths = fit_lengths(
-        min(max(drawn / turns, 1.1 * SHARE_AT_LIMIT * turn), 0.95 * turn), turn, SHARE_AT_LIMIT
-    )
+    lengths = lengths_below(min(drawn / turns, 0.95 * turn), turn, SHARE_AT_LIMIT)
     each = AssumedTurns(
         episode.max_turns, seconds, episode.tool_concurrency, tuple(lengths.stratified(64))
     )

@@ -16,7 +16,7 @@ from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.generation.supported import ENGINES
-from m2flow.models.lengths import Answers, fit_lengths
+from m2flow.models.lengths import Answers, lengths_below
 from m2flow.models.shape import WEIGHT_BYTES, ModelShape, read_model
 from m2flow.models.work import (
     decoding,
@@ -59,7 +59,10 @@ ADDITION_SHARE = 0.55
 """`ANSWER_SHARE` of the addition task, whose answers take most of the room they are given."""
 
 SHARE_AT_LIMIT = 0.02
-"""Of the answers that are cut off."""
+"""Of the answers that are cut off; fewer where the mean is far below the limit."""
+
+LEAST_TOLD = 1e-4
+"""A share below which hardly any are."""
 
 BYTES_PER_TOKEN = 4
 """Of text in words: a model that reads bytes sees so many times as many tokens."""
@@ -164,9 +167,8 @@ def answers_of(
     if answer_tokens is None:
         answer_tokens = (ADDITION_SHARE if addition else ANSWER_SHARE) * longest
         assumed.append(f"answers of {answer_tokens:.0f} tokens in the mean, of {longest} at most")
-    assumed.append(f"lengths are log-normal, {SHARE_AT_LIMIT:.0%} of the answers reach the limit")
     try:
-        lengths = fit_lengths(answer_tokens, longest, SHARE_AT_LIMIT)
+        lengths = lengths_below(answer_tokens, longest, SHARE_AT_LIMIT)
     except UserError as error:
         raise UserError(
             "no answers are so long in the mean under this limit",
@@ -174,6 +176,9 @@ def answers_of(
             value=answer_tokens,
             expected=error.expected,
         ) from None
+    cut = lengths.above(longest)
+    share = "hardly any" if cut < LEAST_TOLD else f"{100 * cut:.2g}%"
+    assumed.append(f"lengths are log-normal, {share} of the answers reach the limit")
     return Answers(prompt_tokens, lengths), tuple(assumed)
 
 
@@ -212,7 +217,7 @@ def judging_works(recipe: ReasoningRecipe, answers: Answers) -> dict[str, JudgeW
         found["reward_model"] = JudgeWork(replace(shape, outputs=1), answers)
     if judge.path is not None:
         asked = JUDGE_TEMPLATE_TOKENS + answers.prompt_tokens + answers.lengths.mean
-        lengths = fit_lengths(
+        lengths = lengths_below(
             ANSWER_SHARE * judge.max_new_tokens, judge.max_new_tokens, SHARE_AT_LIMIT
         )
         shape = judging_shape(judge.path, "judge.path")
