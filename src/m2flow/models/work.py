@@ -202,6 +202,19 @@ def ring_bytes(num_bytes: float, lanes: int) -> float:
     return 2 * (lanes - 1) / lanes * num_bytes
 
 
+def of_numbers(work: Work, number_bytes: int) -> Work:
+    """Return work that is priced with numbers of 16 bits with numbers of so many bytes: all that
+    is read and sent."""
+    if number_bytes == WEIGHT_BYTES:
+        return work
+    return replace(
+        work,
+        read_bytes=work.read_bytes * number_bytes / WEIGHT_BYTES,
+        sent_bytes=work.sent_bytes * number_bytes / WEIGHT_BYTES,
+        then=tuple(of_numbers(part, number_bytes) for part in work.then),
+    )
+
+
 def fullest(ranks: int, sequences: float, deviation: float) -> float:
     """Return the fullest rank's load over the mean one's, sequences dealt out without looking.
 
@@ -316,37 +329,41 @@ def lane_parameters(model: ModelShape, division: Division) -> float:
 
 def forward_pass(
     model: ModelShape, answers: Answers, count: int, division: Division, microbatch: float,
-    rates: Rates = RATES,
+    rates: Rates = RATES, number_bytes: int = WEIGHT_BYTES,
 ) -> Work:  # fmt: skip
     """Return the work of log-probabilities or values of `count` answers.
 
     Args:
         microbatch: tokens that a lane computes at a time, for which the shards are gathered once.
+        number_bytes: of a number that is computed with.
     """
     share = rates.arithmetic(model, rates.forward)
-    return _passes(model, answers, count, division, microbatch, _Walk(1.0, 1, 0.5), share)
+    work = _passes(model, answers, count, division, microbatch, _Walk(1.0, 1, 0.5), share)
+    return of_numbers(work, number_bytes)
 
 
 def training_pass(
     model: ModelShape, answers: Answers, count: int, division: Division, microbatch: float,
     recomputes: bool = False, rates: Rates = RATES, frozen: bool = False,
+    number_bytes: int = WEIGHT_BYTES,
 ) -> Work:  # fmt: skip
     """Return the work of forward and backward passes, without the update.
 
     The shards are gathered for either pass, and gradients scattered after the backward, which are
-    summed in float32: each is half of an all-reduce.
+    summed in float32 at least: each is half of an all-reduce.
 
     Args:
-        model, answers, count, division, microbatch, rates: as of `forward_pass`.
+        model, answers, count, division, microbatch, rates, number_bytes: as of `forward_pass`.
         recomputes: whether activations are computed again in the backward pass.
         frozen: whether adapters are trained in the place of the weights, which have no gradients.
     """
     passes = FROZEN_FORWARD_AND_BACKWARD if frozen else FORWARD_AND_BACKWARD
     passes += RECOMPUTED_FORWARD if recomputes else 0.0
     share = rates.arithmetic(model, rates.training)
-    rings = (2 + (0 if frozen else GRADIENT_BYTES / WEIGHT_BYTES)) / 2
-    walk = _Walk(passes, 3 if recomputes else 2, rings)
-    return _passes(model, answers, count, division, microbatch, walk, share)
+    gradients = 0 if frozen else max(GRADIENT_BYTES, number_bytes) / number_bytes
+    walk = _Walk(passes, 3 if recomputes else 2, (2 + gradients) / 2)
+    work = _passes(model, answers, count, division, microbatch, walk, share)
+    return of_numbers(work, number_bytes)
 
 
 @dataclass(frozen=True, slots=True)

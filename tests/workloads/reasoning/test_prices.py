@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
+from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import KNOWN_MODELS
+from m2flow.models.work import decoding, forward_pass, prefill, ring_bytes, training_pass
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import parse_cluster
+from m2flow.plan.profile.hardware import device_named
+from m2flow.plan.profile.work import FlowWork, Work
 from m2flow.plan.units import Items
+from m2flow.training.division import Division
 from m2flow.workloads.common.planning import flow_of
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.work import LATENT, prices
@@ -23,6 +28,17 @@ def profile(cluster: str, model: str | None = "Qwen2.5-7B", /, **words: Any) -> 
     graph = flow_of(recipe).trace()
     priced = prices(recipe, graph, model)
     return analytic_profile(graph, parse_cluster(cluster), priced, recipe.prompts_per_step)
+
+
+def work_on(device: str, model: str = "Qwen2.5-1.5B", /, lanes: int = 1, **words: Any) -> FlowWork:
+    """What the stages of a recipe ask of lanes."""
+    recipe = ReasoningRecipe(**words)
+    return prices(recipe, flow_of(recipe).trace(), model)(device_named(device), lanes)
+
+
+def in_line(work: Work) -> list[Work]:
+    """A work and all that follows it."""
+    return [work, *(part for one in work.then for part in in_line(one))]
 
 
 def test_layouts_are_those_that_m2flow_can_run() -> None:
@@ -204,3 +220,59 @@ def test_adapters_are_priced_in_all_layouts_that_divide_in_one_way() -> None:
     }
     assert bytes_of["tp2"] == pytest.approx(bytes_of["one"] / 2, abs=1)
     assert bytes_of["cp2"] == bytes_of["one"], "each lane has all of it"
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "numbers"),
+    [
+        ("H100", {}, (1, 1)),
+        ("CPU", {}, (2, 2)),
+        ("H100", {"generation": {"dtype": "float32"}}, (2, 1)),
+        ("CPU", {"generation": {"dtype": "bfloat16"}}, (1, 2)),
+    ],
+)
+def test_bytes_are_those_of_the_numbers_that_are_computed_with(
+    device: str, words: dict[str, Any], numbers: tuple[int, int]
+) -> None:
+    """Of weights, keys and values, activations; cores compute in single precision, as
+    accelerators do where they are told to. All were read as 16 bits."""
+    found, model = work_on(device, lanes=8, **words), KNOWN_MODELS["Qwen2.5-1.5B"]
+    drawn, trained = numbers
+    for layout in found.stages["generator.generate"].layouts:
+        rounds, lanes = layout.rounds, layout.layout.lanes
+        assert rounds is not None
+        for own, narrow in (
+            (rounds.round(8, 8000), decoding(model, 8, 8000, lanes)),
+            (rounds.admit(4), prefill(model, 4 * rounds.start, rounds.start / 2, lanes)),
+        ):
+            for one, half in zip(in_line(own), in_line(narrow), strict=True):
+                assert one.read_bytes == pytest.approx(drawn * half.read_bytes)
+                assert one.sent_bytes == pytest.approx(drawn * half.sent_bytes)
+                assert (one.flops, one.seconds) == (half.flops, half.seconds)
+    assert found.workers["generator"].weight_bytes == trained * model.weight_bytes
+
+
+def test_shards_of_single_precision_have_gradients_of_no_more() -> None:
+    """Three rings' halves of four bytes, where 16 bits have two of two and one of four."""
+    model, answers = KNOWN_MODELS["Qwen2.5-1.5B"], Answers(0, fit_lengths(999.9, 1000))
+    narrow, wide = (
+        training_pass(model, answers, 8, Division(fsdp=4), 2000, number_bytes=size)
+        for size in (2, 4)
+    )
+    assert narrow.sent_bytes == pytest.approx(2 * ring_bytes(2 * model.parameters, 4))
+    assert wide.sent_bytes == pytest.approx(1.5 * ring_bytes(4 * model.parameters, 4))
+    frozen = training_pass(model, answers, 8, Division(fsdp=4), 2000, frozen=True, number_bytes=4)
+    assert frozen.sent_bytes == pytest.approx(ring_bytes(4 * model.parameters, 4))
+    passing = forward_pass(model, answers, 8, Division(fsdp=4), 2000, number_bytes=4)
+    assert passing.sent_bytes == pytest.approx(ring_bytes(4 * model.parameters, 4) / 2)
+    assert wide.read_bytes == pytest.approx(2 * narrow.read_bytes)
+    assert wide.flops == narrow.flops
+
+
+def test_a_few_requests_take_twice_as_long_on_cores_as_with_16_bits() -> None:
+    """Decoding them is bound by what memory gives."""
+    (one,) = work_on("CPU").stages["generator.generate"].layouts
+    assert one.rounds is not None
+    device = device_named("CPU")
+    narrow = decoding(KNOWN_MODELS["Qwen2.5-1.5B"], 1, 500).on(device)
+    assert one.rounds.round(1, 500).on(device) > 1.8 * narrow

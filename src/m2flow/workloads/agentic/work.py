@@ -15,7 +15,6 @@ from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import ONE_LANE
 from m2flow.models.lengths import lengths_below
 from m2flow.models.shape import read_model
-from m2flow.models.work import decoding, prefill
 from m2flow.plan.profile import Quantiles
 from m2flow.plan.profile.hardware import Device
 from m2flow.plan.profile.work import (
@@ -189,17 +188,17 @@ def _cache_bytes(base: RecipeWork, count: int, beside: float) -> float:
 
 def _turn(base: RecipeWork, turns: AssumedTurns, count: int) -> Work:
     """One turn of so many trajectories: their contexts, then steps until the longest has ended."""
-    model, context = base.model, base.answers.tokens / 2
+    context = base.answers.tokens / 2
     running = min(count, base.recipe.generation.max_running)
     work: list[Work] = []
     begun, share = 0.0, 1.0 / len(turns.lengths)
     for number, length in enumerate(turns.lengths):
         left = max(1.0, running * (1.0 - number * share))
-        step = decoding(model, left, left * context)
+        step = base.decoding(left, left * context)
         steps = (length - begun) * (count / running)
         work.append(step.times(steps))
         begun = length
-    begin = prefill(model, count * context, context / 2)
+    begin = base.prefill(count * context, context / 2)
     return replace(begin, then=(*begin.then, *work))
 
 

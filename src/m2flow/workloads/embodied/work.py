@@ -13,7 +13,6 @@ from math import ceil, prod
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import ONE_LANE
-from m2flow.models.shape import WEIGHT_BYTES
 from m2flow.models.work import (
     ADAM_BYTES,
     FORWARD_AND_BACKWARD,
@@ -26,6 +25,7 @@ from m2flow.models.work import (
     TRAINED_BYTES,
     decoding,
     layer_activations,
+    of_numbers,
     ring_bytes,
     trained_bytes,
 )
@@ -103,15 +103,6 @@ SIMULATORS = {
 """By family. Steps and pictures of a core were measured (LIBERO with 128 pixels, ManiSkill by
 lavapipe, EnvPool with Meta-World); those that an accelerator draws are guesses. Memory was
 measured, of Meta-World with pictures, but for ManiSkill and EnvPool, where it is a guess."""
-
-
-def _of_numbers(work: Work, number_bytes: int) -> Work:
-    """Work over weights and activations of so many bytes, priced with 16 bits."""
-    return replace(
-        work,
-        read_bytes=work.read_bytes * number_bytes / WEIGHT_BYTES,
-        then=tuple(_of_numbers(part, number_bytes) for part in work.then),
-    )
 
 
 def prices(recipe: EmbodiedRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
@@ -275,7 +266,7 @@ class EmbodiedRecipeWork:
         if not body.decoded:
             return first
         steps = decoding(body.text, count, count * body.tokens).times(body.decoded)
-        return replace(first, then=(_of_numbers(steps, self._number),))
+        return replace(first, then=(of_numbers(steps, self._number),))
 
     def _looking(self, count: int) -> Work:
         """What cut episodes are worth; a rollout is cut once, in the mean."""

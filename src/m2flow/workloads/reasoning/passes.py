@@ -139,7 +139,9 @@ class PassWork:
         model = self.model
         return LayoutWork(
             layout_of(division, model),
-            lambda n: forward_pass(model, self.answers, n, division, self._microbatch(size)),
+            lambda n: forward_pass(
+                model, self.answers, n, division, self._microbatch(size), number_bytes=self.number
+            ),
             working_bytes=lambda n: training_parts(
                 model,
                 division,
@@ -174,7 +176,7 @@ class PassWork:
         size = self._microbatch(self.at_a_time)
         return training_pass(
             self.model, self.answers, count, division, size, self._recomputes,
-            frozen=self.adapters is not None,
+            frozen=self.adapters is not None, number_bytes=self.number,
         )  # fmt: skip
 
     def _finish(self, division: Division, replicas: int) -> Work:

@@ -23,6 +23,7 @@ from m2flow.models.work import (
     drawing_parameters,
     drawing_parts,
     lane_parameters,
+    of_numbers,
     prefill,
 )
 from m2flow.plan.profile import Quantiles
@@ -194,12 +195,14 @@ class JudgeWork:
     Attributes:
         model: its shape.
         answers: what it reads of each answer, and writes.
+        dtype: that it computes in, as recipes have it.
         max_running: judgements that it draws at a time; 0 for a classifier, which draws none.
         divided: whether drawing divides it over several lanes.
     """
 
     model: ModelShape
     answers: Answers
+    dtype: str
     max_running: int = 0
     divided: bool = True
 
@@ -214,7 +217,8 @@ def judging_works(recipe: ReasoningRecipe, answers: Answers) -> dict[str, JudgeW
     judge = recipe.judge
     if (path := recipe.reward_model.path) is not None:
         shape = judging_shape(path, "reward_model.path")
-        found["reward_model"] = JudgeWork(replace(shape, outputs=1), answers)
+        dtype = recipe.reward_model.dtype
+        found["reward_model"] = JudgeWork(replace(shape, outputs=1), answers, dtype)
     if judge.path is not None:
         asked = JUDGE_TEMPLATE_TOKENS + answers.prompt_tokens + answers.lengths.mean
         lengths = lengths_below(
@@ -222,7 +226,11 @@ def judging_works(recipe: ReasoningRecipe, answers: Answers) -> dict[str, JudgeW
         )
         shape = judging_shape(judge.path, "judge.path")
         found["judge"] = JudgeWork(
-            shape, Answers(asked, lengths), judge.max_running, is_divided(judge.path)
+            shape,
+            Answers(asked, lengths),
+            judge.dtype,
+            judge.max_running,
+            is_divided(judge.path),
         )
     return found
 
@@ -280,12 +288,10 @@ class RecipeWork:
 
     @property
     def _published_bytes(self) -> float:
-        """Return the bytes of a version: of a whole model in 16 bits, or of adapters."""
-        section = self.recipe.model
-        if section.lora_publish == "merged":
-            return float(self.model.weight_bytes)
+        """Return the bytes of a version as the learner has it: of a whole model, or of adapters."""
         learner = self._passes("learner")
-        return float(learner.number * (learner.adapters or 0))
+        merged = self.recipe.model.lora_publish == "merged"
+        return float(learner.number * (self.model.parameters if merged else learner.adapters or 0))
 
     def _stage(self, node: StageNode) -> StageWork:
         """Describe one stage, by what its method is called."""
@@ -329,7 +335,15 @@ class RecipeWork:
 
     def _of(self, judging: JudgeWork) -> RecipeWork:
         """Return the same of a model that judges, in the policy's place."""
-        return replace(self, model=judging.model, answers=judging.answers, divided=judging.divided)
+        generation = self.recipe.generation.model_copy(update={"dtype": judging.dtype})
+        section = self.recipe.model.model_copy(update={"dtype": judging.dtype})
+        return replace(
+            self,
+            recipe=self.recipe.model_copy(update={"generation": generation, "model": section}),
+            model=judging.model,
+            answers=judging.answers,
+            divided=judging.divided,
+        )
 
     def _judging(self, judging: JudgeWork, size: float) -> StageWork:
         own = self._of(judging)
@@ -339,15 +353,16 @@ class RecipeWork:
         return StageWork(tuple(passes.passing(one, at_a_time) for one in passes.in_shards()), size)
 
     def _judging_state(self, judging: JudgeWork) -> WorkerWork:
-        """Return the weights of a model that judges, in 16 bits."""
-        model = judging.model
+        """Return the weights of a model that judges."""
+        model, own = judging.model, self._of(judging)
         if judging.max_running:
-            divided = self._of(judging)._heads_divided()
+            divided = own._heads_divided()
             kept = [(one, drawing_parameters(model, one.lanes)) for one in divided]
         else:
             shards = self._passes(None).in_shards()
             kept = [(layout_of(one, None), lane_parameters(model, one)) for one in shards]
-        return WorkerWork([(one, {"weights": WEIGHT_BYTES * count}) for one, count in kept])
+        each = own._drawn_number
+        return WorkerWork([(one, {"weights": float(each * count)}) for one, count in kept])
 
     def _drawing(
         self,
@@ -366,16 +381,16 @@ class RecipeWork:
 
     def _again(self, layout: Layout, share: float) -> LayoutWork:
         """Describe a call that draws a share of its samples again, until the last has ended."""
-        model, answers, lanes = self.model, self.answers, layout.lanes
+        answers, lanes = self.answers, layout.lanes
         most = self.recipe.generation.max_running
 
         def work(samples: int) -> Work:
             count = samples * share
             steps = answers.lengths.maximum * max(1.0, count / most)
             running = max(1.0, count * answers.lengths.mean / steps)
-            step = decoding(model, running, running * answers.tokens / 2, lanes)
+            step = self.decoding(running, running * answers.tokens / 2, lanes)
             prompts = answers.prompt_tokens * count / self.recipe.samples_per_prompt
-            begin = prefill(model, prompts, answers.prompt_tokens / 2, lanes)
+            begin = self.prefill(prompts, answers.prompt_tokens / 2, lanes)
             return replace(begin, then=(*begin.then, step.times(steps)))
 
         held = answers.longest * self.token_bytes(lanes)
@@ -400,6 +415,14 @@ class RecipeWork:
             return [ONE_LANE]
         sizes = [n for n in rising(min(self.lanes, self.device.lanes_per_node)) if n & (n - 1) == 0]
         return [by_heads(n, self.model.kv_heads) for n in sizes]
+
+    def decoding(self, running: float, kv_tokens: float, lanes: int = 1) -> Work:
+        """Return `m2flow.models.work.decoding` with the numbers that are generated with."""
+        return of_numbers(decoding(self.model, running, kv_tokens, lanes), self._drawn_number)
+
+    def prefill(self, tokens: float, context: float, lanes: int = 1) -> Work:
+        """Return `m2flow.models.work.prefill` with the numbers that are generated with."""
+        return of_numbers(prefill(self.model, tokens, context, lanes), self._drawn_number)
 
     def token_bytes(self, lanes: int) -> float:
         """Return the bytes of a token's keys and values on each of so many lanes."""
@@ -443,10 +466,10 @@ class RecipeWork:
     def _generating(
         self, layout: Layout, own: int, reserved: float | None, in_state: bool
     ) -> LayoutWork:
-        model, prompt, lanes = self.model, self.answers.prompt_tokens, layout.lanes
+        prompt, lanes = self.answers.prompt_tokens, layout.lanes
         rounds = Rounds(
-            admit=lambda prompts: prefill(model, prompts * prompt, prompt / 2, lanes),
-            round=lambda running, tokens: decoding(model, running, tokens, lanes),
+            admit=lambda prompts: self.prefill(prompts * prompt, prompt / 2, lanes),
+            round=lambda running, tokens: self.decoding(running, tokens, lanes),
             start=prompt,
             unit_bytes=self.token_bytes(lanes),
             limits=(*(limit for limit in RUNNING if limit < own), own),
