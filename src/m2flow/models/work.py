@@ -328,7 +328,7 @@ def lane_parameters(model: ModelShape, division: Division) -> float:
 
 
 def forward_pass(
-    model: ModelShape, answers: Answers, count: int, division: Division, microbatch: float,
+    model: ModelShape, answers: Answers, count: float, division: Division, microbatch: float,
     rates: Rates = RATES, number_bytes: int = WEIGHT_BYTES,
 ) -> Work:  # fmt: skip
     """Return the work of log-probabilities or values of `count` answers.
@@ -343,7 +343,7 @@ def forward_pass(
 
 
 def training_pass(
-    model: ModelShape, answers: Answers, count: int, division: Division, microbatch: float,
+    model: ModelShape, answers: Answers, count: float, division: Division, microbatch: float,
     recomputes: bool = False, rates: Rates = RATES, frozen: bool = False,
     number_bytes: int = WEIGHT_BYTES,
 ) -> Work:  # fmt: skip
@@ -378,10 +378,10 @@ class _Walk:
 
 
 def _passes(
-    model: ModelShape, answers: Answers, count: int, division: Division, microbatch: float,
+    model: ModelShape, answers: Answers, count: float, division: Division, microbatch: float,
     walk: _Walk, share: float,
 ) -> Work:  # fmt: skip
-    shares = max(1, min(division.shares, count))
+    shares = max(1, min(division.shares, math.ceil(count)))
     tokens = count * answers.tokens / shares * fullest(shares, count / shares, answers.deviation)
     rounds = math.ceil(tokens / (microbatch * division.cp))
     weights = model.weight_bytes / division.tp

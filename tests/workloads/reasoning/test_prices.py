@@ -276,3 +276,27 @@ def test_a_few_requests_take_twice_as_long_on_cores_as_with_16_bits() -> None:
     device = device_named("CPU")
     narrow = decoding(KNOWN_MODELS["Qwen2.5-1.5B"], 1, 500).on(device)
     assert one.rounds.round(1, 500).on(device) > 1.8 * narrow
+
+
+def test_steps_of_answers_that_go_on_have_no_tail_of_whole_answers() -> None:
+    """Steps of at most 4,096 tokens were priced as if they drew all of 27,648."""
+    whole, cut = (
+        profile(
+            "1x8xH100", "Qwen2.5-1.5B", prompts_per_step=128, samples_per_prompt=16,
+            generation={"max_new_tokens": 27_648, "tokens_per_step": most},
+        )
+        for most in (None, 4096)
+    )  # fmt: skip
+    of_whole, of_cut = (one.cost("generator.generate", "one", 1, "gpu") for one in (whole, cut))
+    assert of_cut.call(16) < 0.4 * of_whole.call(16)
+    lengths = cut.stage("generator.generate").lengths
+    assert lengths is not None
+    assert lengths.largest == 4096
+    assert of_cut.admit is not None
+    assert of_whole.admit is not None
+    assert of_cut.admit.at(16) > 2 * of_whole.admit.at(16), "what is there is read again"
+    steps = [line for line in cut.assumptions if "groups end after" in line]
+    assert len(steps) == 1
+    number = float(steps[0].split()[3])
+    trained = [one.cost("learner.train", "fsdp8", 8, "gpu").call(2048) for one in (whole, cut)]
+    assert trained[0] / trained[1] == pytest.approx(number, rel=0.1)

@@ -47,6 +47,7 @@ class PassWork:
         device: of each lane.
         lanes: how many there are.
         by_heads: whether the model is divided by heads.
+        trained: share of the answers that are trained on.
     """
 
     recipe: ReasoningRecipe
@@ -55,6 +56,7 @@ class PassWork:
     device: Device
     lanes: int
     by_heads: bool = True
+    trained: float = 1.0
 
     @property
     def number(self) -> int:
@@ -175,7 +177,7 @@ class PassWork:
     def _gradient(self, division: Division, count: int) -> Work:
         size = self._microbatch(self.at_a_time)
         return training_pass(
-            self.model, self.answers, count, division, size, self._recomputes,
+            self.model, self.answers, self.trained * count, division, size, self._recomputes,
             frozen=self.adapters is not None, number_bytes=self.number,
         )  # fmt: skip
 

@@ -41,6 +41,7 @@ from m2flow.plan.profile.work import (
 )
 from m2flow.workloads.reasoning.config import CACHE_SHARE, ReasoningRecipe
 from m2flow.workloads.reasoning.passes import PassWork, number_bytes
+from m2flow.workloads.reasoning.pieces import Pieces
 from m2flow.workloads.reasoning.supported import (
     divides_by_heads,
     is_divided,
@@ -126,6 +127,10 @@ def prices(
     """
     shape = shape_of(recipe) if model is None else read_model(model)
     answers, assumed = answers_of(recipe, model, prompt_tokens, answer_tokens)
+    pieces = pieces_of(recipe, answers)
+    if pieces is not None:
+        most = recipe.generation.tokens_per_step
+        assumed += (f"groups end after {pieces.steps:.2g} steps of {most} tokens in the mean",)
     if recipe.further_draws:
         assumed += (f"{EQUAL_SHARE:.0%} of the groups teach nothing and are drawn again",)
     judges = judging_works(recipe, answers)
@@ -142,7 +147,7 @@ def prices(
     divided = divided and ENGINES[recipe.generation.engine].divides
     by_heads = divides_by_heads(recipe, None if model is None else str(model))
     return lambda device, lanes: RecipeWork(
-        recipe, shape, answers, device, lanes, divided, judges, by_heads
+        recipe, shape, answers, device, lanes, divided, judges, by_heads, pieces
     ).work(graph, assumed)
 
 
@@ -181,6 +186,12 @@ def answers_of(
     share = "hardly any" if cut < LEAST_TOLD else f"{100 * cut:.2g}%"
     assumed.append(f"lengths are log-normal, {share} of the answers reach the limit")
     return Answers(prompt_tokens, lengths), tuple(assumed)
+
+
+def pieces_of(recipe: ReasoningRecipe, answers: Answers) -> Pieces | None:
+    """Return what a step draws where answers go on in later steps; None where they end in it."""
+    most = recipe.generation.tokens_per_step
+    return None if most is None else Pieces.of(answers.lengths, most, recipe.samples_per_prompt)
 
 
 def score_seconds(recipe: ReasoningRecipe) -> float:
@@ -248,6 +259,7 @@ class RecipeWork:
         divided: whether generation divides the model over several lanes.
         judges: models that judge, by worker.
         by_heads: whether trainers divide the model by heads.
+        pieces: what a step draws of answers that go on in later ones; None where they end in it.
     """
 
     recipe: ReasoningRecipe
@@ -258,6 +270,7 @@ class RecipeWork:
     divided: bool = True
     judges: Mapping[str, JudgeWork] = field(default_factory=dict)
     by_heads: bool = True
+    pieces: Pieces | None = None
 
     def work(self, graph: FlowGraph, assumed: tuple[str, ...]) -> FlowWork:
         stages = {node.name: self._stage(node) for node in graph.nodes}
@@ -331,7 +344,10 @@ class RecipeWork:
             full = recipe.model.model_copy(update={"lora_rank": 0})
             recipe = recipe.model_copy(update={"model": full})
             model = replace(model, outputs=1)
-        return PassWork(recipe, model, self.answers, self.device, self.lanes, self.by_heads)
+        trained = 1.0 if self.pieces is None else 1 / self.pieces.steps
+        return PassWork(
+            recipe, model, self.answers, self.device, self.lanes, self.by_heads, trained
+        )
 
     def _of(self, judging: JudgeWork) -> RecipeWork:
         """Return the same of a model that judges, in the policy's place."""
@@ -343,6 +359,7 @@ class RecipeWork:
             model=judging.model,
             answers=judging.answers,
             divided=judging.divided,
+            pieces=None,
         )
 
     def _judging(self, judging: JudgeWork, size: float) -> StageWork:
@@ -372,7 +389,10 @@ class RecipeWork:
         *,
         in_state: bool = False,
     ) -> StageWork:
-        lengths = Quantiles.of(self.answers.lengths.stratified(4 * QUANTILES), QUANTILES)
+        drawn = self.answers.lengths.stratified(4 * QUANTILES)
+        if self.pieces is not None:
+            drawn = list(self.pieces.drawn)
+        lengths = Quantiles.of(drawn, QUANTILES)
         reserved = self.reserved(cache_gb)
         layouts = [
             self._generating(one, max_running, reserved, in_state) for one in self._heads_divided()
@@ -466,20 +486,32 @@ class RecipeWork:
     def _generating(
         self, layout: Layout, own: int, reserved: float | None, in_state: bool
     ) -> LayoutWork:
-        prompt, lanes = self.answers.prompt_tokens, layout.lanes
+        recipe, pieces = self.recipe, self.pieces
+        prompt, lanes, there = self.answers.prompt_tokens, layout.lanes, 0.0
+        if pieces is not None:
+            there = pieces.there
+
+        def admit(prompts: int) -> Work:
+            begin = self.prefill(prompts * prompt, prompt / 2, lanes)
+            if pieces is None:
+                return begin
+            begun = prompts * recipe.samples_per_prompt * there
+            again = self.prefill(begun, prompt + pieces.context, lanes)
+            return replace(begin, then=(*begin.then, again))
+
         rounds = Rounds(
-            admit=lambda prompts: self.prefill(prompts * prompt, prompt / 2, lanes),
+            admit=admit,
             round=lambda running, tokens: self.decoding(running, tokens, lanes),
-            start=prompt,
+            start=prompt + there,
             unit_bytes=self.token_bytes(lanes),
             limits=(*(limit for limit in RUNNING if limit < own), own),
             what=KEYS_AND_VALUES,
             reserved_bytes=reserved,
             in_state=in_state,
         )
-        recipe = self.recipe
         running = min(own, recipe.samples_per_step)
-        beside = self.drawing_beside(running, recipe.prompts_per_step * prompt, lanes)
+        read = recipe.prompts_per_step * prompt + recipe.samples_per_step * there
+        beside = self.drawing_beside(running, read, lanes)
         return LayoutWork(layout, working_bytes=lambda _prompts: beside, rounds=rounds)
 
 
