@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import NormalDist, pstdev
+from statistics import NormalDist, fmean, pstdev
 
 from m2flow.errors import UserError
 
@@ -98,10 +98,25 @@ class Answers:
         """Return the standard deviation of an answer with its prompt, over the mean."""
         return pstdev(self.lengths.stratified(400)) / self.tokens
 
+    @cached_property
+    def cubes(self) -> float:
+        """Return the mean cube of an answer with its prompt, over the cube of the mean."""
+        whole = (self.prompt_tokens + length for length in self.lengths.stratified(400))
+        return fmean((tokens / self.tokens) ** 3 for tokens in whole)
+
     @property
     def context(self) -> float:
         """Return the tokens that a token attends to in the mean."""
-        return self.tokens * (1 + self.deviation**2) / 2
+        return self.context_of(1.0)
+
+    def computed(self, prompts: float) -> float:
+        """Return the tokens that are computed of an answer where so much of its prompt is."""
+        return self.tokens - (1 - prompts) * self.prompt_tokens
+
+    def context_of(self, prompts: float) -> float:
+        """Return the tokens that each of these attends to in the mean."""
+        whole = self.tokens**2 * (1 + self.deviation**2)
+        return (whole - (1 - prompts) * self.prompt_tokens**2) / (2 * self.computed(prompts))
 
 
 def fit_lengths(mean: float, maximum: int, share_at_maximum: float = 0.02) -> LogNormalLengths:

@@ -232,6 +232,22 @@ def fullest(ranks: int, sequences: float, deviation: float) -> float:
     return 1 + deviation * score / math.sqrt(max(sequences, 1.0))
 
 
+def fullest_balanced(ranks: int, sequences: float, answers: Answers) -> float:
+    """Return the same where sequences are dealt out in their order by tokens, as trainers do it.
+
+    Where a rank's part should end there is a sequence, which goes to one side as a whole
+    (`m2flow.training.sharded.dealt`): that moves either end of the part by up to half of it, all
+    distances alike. Sequences of nearly one length fall as if nobody had looked.
+
+    Args:
+        ranks, sequences: as of `fullest`.
+        answers: whose lengths they have.
+    """
+    # The variance of a uniform distribution of two ends, in a sequence that is met by its tokens.
+    moved = math.sqrt(answers.cubes / 6) / max(sequences, 1.0)
+    return min(fullest(ranks, sequences, answers.deviation), fullest(ranks, 1.0, moved))
+
+
 # Generation: the layers divided over `lanes` lanes ------------------------------------------------
 
 
@@ -329,23 +345,26 @@ def lane_parameters(model: ModelShape, division: Division) -> float:
 
 def forward_pass(
     model: ModelShape, answers: Answers, count: float, division: Division, microbatch: float,
-    rates: Rates = RATES, number_bytes: int = WEIGHT_BYTES,
+    rates: Rates = RATES, prompts: float = 1.0, number_bytes: int = WEIGHT_BYTES,
+    balanced: bool = True,
 ) -> Work:  # fmt: skip
     """Return the work of log-probabilities or values of `count` answers.
 
     Args:
         microbatch: tokens that a lane computes at a time, for which the shards are gathered once.
+        prompts: that are computed for each answer, below 1 where answers share theirs.
         number_bytes: of a number that is computed with.
+        balanced: whether lanes that work side by side even out their tokens.
     """
-    share = rates.arithmetic(model, rates.forward)
-    work = _passes(model, answers, count, division, microbatch, _Walk(1.0, 1, 0.5), share)
+    share, walk = rates.arithmetic(model, rates.forward), _Walk(1.0, 1, 0.5, balanced)
+    work = _passes(model, answers, count, division, microbatch, walk, share, prompts)
     return of_numbers(work, number_bytes)
 
 
 def training_pass(
     model: ModelShape, answers: Answers, count: float, division: Division, microbatch: float,
     recomputes: bool = False, rates: Rates = RATES, frozen: bool = False,
-    number_bytes: int = WEIGHT_BYTES,
+    prompts: float = 1.0, number_bytes: int = WEIGHT_BYTES,
 ) -> Work:  # fmt: skip
     """Return the work of forward and backward passes, without the update.
 
@@ -353,7 +372,8 @@ def training_pass(
     summed in float32 at least: each is half of an all-reduce.
 
     Args:
-        model, answers, count, division, microbatch, rates, number_bytes: as of `forward_pass`.
+        model, answers, count, division, microbatch, rates, prompts, number_bytes: as of
+            `forward_pass`.
         recomputes: whether activations are computed again in the backward pass.
         frozen: whether adapters are trained in the place of the weights, which have no gradients.
     """
@@ -362,31 +382,40 @@ def training_pass(
     share = rates.arithmetic(model, rates.training)
     gradients = 0 if frozen else max(GRADIENT_BYTES, number_bytes) / number_bytes
     walk = _Walk(passes, 3 if recomputes else 2, (2 + gradients) / 2)
-    work = _passes(model, answers, count, division, microbatch, walk, share)
+    work = _passes(model, answers, count, division, microbatch, walk, share, prompts)
     return of_numbers(work, number_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
     """What is done with a micro-batch: `passes` forward passes' arithmetic, the layers gone through
-    `times` times, and `rings` of weights, where they are in shards.
+    `times` times, and `rings` of weights, where they are in shards; and whether lanes have
+    `balanced` what they do.
     """
 
     passes: float
     times: int
     rings: float
+    balanced: bool = True
 
 
 def _passes(
     model: ModelShape, answers: Answers, count: float, division: Division, microbatch: float,
-    walk: _Walk, share: float,
+    walk: _Walk, share: float, prompts: float,
 ) -> Work:  # fmt: skip
     shares = max(1, min(division.shares, math.ceil(count)))
-    tokens = count * answers.tokens / shares * fullest(shares, count / shares, answers.deviation)
+    each = count / shares
+    if walk.balanced:
+        uneven = fullest_balanced(shares, each, answers)
+    else:
+        uneven = fullest(shares, each, answers.deviation)
+    tokens = each * answers.computed(prompts) * uneven
     rounds = math.ceil(tokens / (microbatch * division.cp))
     weights = model.weight_bytes / division.tp
     return Work(
-        walk.passes * model.forward_flops(tokens, answers.context) / (division.tp * division.cp),
+        walk.passes
+        * model.forward_flops(tokens, answers.context_of(prompts))
+        / (division.tp * division.cp),
         read_bytes=walk.times * rounds * _read_bytes(model, tokens / rounds, division),
         sent_bytes=walk.rings * rounds * ring_bytes(weights, division.fsdp),
         span=division.lanes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from m2flow.plan.profile.hardware import device_named
 from m2flow.plan.profile.work import FlowWork, Work
 from m2flow.plan.units import Items
 from m2flow.training.division import Division
+from m2flow.training.packing import pack
+from m2flow.training.rollouts import TokenPairs
 from m2flow.workloads.common.planning import flow_of
 from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.passes import prompts_computed
 from m2flow.workloads.reasoning.work import LATENT, prices
 
 
@@ -300,3 +304,75 @@ def test_steps_of_answers_that_go_on_have_no_tail_of_whole_answers() -> None:
     number = float(steps[0].split()[3])
     trained = [one.cost("learner.train", "fsdp8", 8, "gpu").call(2048) for one in (whole, cut)]
     assert trained[0] / trained[1] == pytest.approx(number, rel=0.1)
+
+
+# Prompts that are shared, groups that are left out
+
+
+@pytest.mark.parametrize(("group", "budget"), [(8, 2000), (8, 700), (16, 500), (4, 150), (1, 2000)])
+@pytest.mark.parametrize(("prompt", "mean"), [(100, 40), (20, 60), (300, 15)])
+def test_prompts_are_computed_as_often_as_packs_need_them(
+    prompt: int, mean: int, group: int, budget: int
+) -> None:
+    """Against real packs of drawn lengths: tokens computed, and what they attend to."""
+    answers = Answers(prompt, fit_lengths(mean, 200))
+    random_, drawn = random.Random(0), iter(answers.lengths.sample(256, seed=1))
+    prompts, completions = [], []
+    for _ in range(256 // group):
+        asked = [random_.randrange(50) for _ in range(prompt)]
+        prompts += [asked] * group
+        lengths = [max(1, round(next(drawn))) for _ in range(group)]
+        completions += [[random_.randrange(500) for _ in range(1 + one)] for one in lengths]
+    pairs = TokenPairs.from_rows(prompts, completions)
+    for sharing in ("prefix", "prompt", "none"):
+        packs = pack(pairs, budget, sharing)
+        nodes = sum(one.num_nodes for one in packs)
+        depths = sum(int(one.position_ids_N.sum()) for one in packs)
+        shared = 1.0 if sharing == "none" else prompts_computed(answers, group, 256, budget)
+        assert nodes / 256 == pytest.approx(answers.computed(shared), rel=0.1)
+        assert depths / nodes == pytest.approx(answers.context_of(shared), rel=0.12)
+
+
+def test_a_long_prompt_is_computed_once_for_the_answers_of_a_pack() -> None:
+    """It was priced for each of them: 70,400 tokens a group, of which a fifth is computed."""
+    flops = {}
+    for sharing in ("none", "prompt", "prefix"):
+        section = {"sharing": sharing, "tokens_per_microbatch": 16_384, "recompute_logprobs": True}
+        recipe = ReasoningRecipe(
+            samples_per_prompt=16, generation={"max_new_tokens": 4096}, training=section
+        )
+        priced = prices(recipe, flow_of(recipe).trace(), "Qwen2.5-1.5B", 4000, 400)
+        stages = priced(device_named("H100"), 1).stages
+        for name in ("learner.train", "learner.logprobs"):
+            (one,) = (one for one in stages[name].layouts if one.layout.name == "one")
+            flops[name, sharing] = one.call(64).flops
+    for name in ("learner.train", "learner.logprobs"):
+        assert flops[name, "prefix"] == flops[name, "prompt"]
+        assert flops[name, "none"] / flops[name, "prefix"] == pytest.approx(5.05, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [
+        ({}, 0.7),
+        ({"training": {"drop_zero_advantage": False}}, 1.0),
+        ({"algorithm": {"name": "ppo"}, "samples_per_prompt": 1}, 1.0),
+        ({"algorithm": {"kl_coefficient": 0.001}}, 1.0),
+        ({"algorithm": {"entropy_coefficient": 0.001}}, 1.0),
+        ({"algorithm": {"name": "reinforce++-baseline"}}, 1.0),
+        ({"algorithm": {"name": "dapo"}}, 1 - 0.3**4),
+        ({"algorithm": {"equal_groups": "drop", "further_draws": 0, "kl_coefficient": 0.1}}, 0.7),
+    ],
+)
+def test_groups_that_teach_nothing_are_left_out(words: dict[str, Any], share: float) -> None:
+    """As the trainer leaves them out; where it does, that is told."""
+    section = {**words.get("training", {}), "sharing": "none", "tokens_per_microbatch": 16_384}
+    words = {**words, "training": section, "generation": {"max_new_tokens": 4096}}
+    found = work_on("H100", **words)
+    (one,) = (one for one in found.stages["learner.train"].layouts if one.layout.name == "one")
+    answers = Answers(10, fit_lengths(0.55 * 4096, 4096))
+    model = KNOWN_MODELS["Qwen2.5-1.5B"]
+    whole = training_pass(model, answers, 64, Division(), 16_384, recomputes=True)
+    assert one.call(64).flops / whole.flops == pytest.approx(share)
+    told = [line for line in found.assumptions if "30% of the groups teach nothing" in line]
+    assert len(told) == (share < 1)

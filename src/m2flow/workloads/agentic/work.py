@@ -36,7 +36,9 @@ from m2flow.workloads.reasoning.work import (
     SHARE_AT_LIMIT,
     RecipeWork,
     answers_of,
+    equal_share,
     score_seconds,
+    told_of_equal_groups,
 )
 
 TURN_SHARE, RESULT_SHARE = 0.4, 0.5
@@ -101,6 +103,8 @@ def prices(recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         f"all that stands behind a prompt: {whole:.0f} tokens in the mean",
         f"{score_seconds(recipe) * 1e3:g} ms to score a trajectory, on one lane",
     )
+    equal = equal_share(recipe) if recipe.turn_reward is None else 0.0
+    told += told_of_equal_groups(recipe, equal)
     lengths = lengths_below(min(drawn / turns, 0.95 * turn), turn, SHARE_AT_LIMIT)
     each = AssumedTurns(
         episode.max_turns, seconds, episode.tool_concurrency, tuple(lengths.stratified(64))
@@ -115,7 +119,9 @@ def prices(recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
     by_heads = divides_by_heads(recipe, assumed.model)
 
     def work(device: Device, lanes: int) -> FlowWork:
-        base = RecipeWork(recipe, shape, answers, device, lanes, divided, by_heads=by_heads)
+        base = RecipeWork(
+            recipe, shape, answers, device, lanes, divided, by_heads=by_heads, trained=1 - equal
+        )
         return _with_turns(base.work(graph, told), base, graph, each)
 
     return work

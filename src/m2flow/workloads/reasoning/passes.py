@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from m2flow.models.lengths import Answers
 from m2flow.models.shape import ModelShape
@@ -31,9 +32,36 @@ from m2flow.workloads.reasoning.workers.source import layout_of
 NUMBER_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
+PACKED = 256
+"""Answers of which packs are filled; of more, prompts are computed as often."""
+
+
 def number_bytes(dtype: str, device: Device) -> int:
     """Return the bytes of a number that is computed with."""
     return NUMBER_BYTES.get(dtype, 2 if device.kind == "gpu" else 4)
+
+
+@lru_cache(4096)
+def prompts_computed(answers: Answers, group: int, count: int, budget: int) -> float:
+    """Return how many prompts are computed for each answer where those of a group share one.
+
+    Packs are filled with answers of drawn lengths, in order; a prompt is computed again where a
+    pack begins within a group.
+
+    Args:
+        answers: what they are drawn from.
+        group: answers to a prompt.
+        count: answers that are there, in whole groups but for the last.
+        budget: tokens of a pack.
+    """
+    computed, room = 0, 0.0
+    for number, length in enumerate(answers.lengths.sample(PACKED)[:count]):
+        begins = number % group == 0
+        if room < length + begins * answers.prompt_tokens:
+            begins, room = True, float(budget)
+        room -= length + begins * answers.prompt_tokens
+        computed += begins
+    return computed / count
 
 
 @dataclass(frozen=True)
@@ -136,13 +164,33 @@ class PassWork:
         longest = math.ceil(self.answers.longest / division.cp)
         return min(max(size, longest), count * longest)
 
-    def passing(self, division: Division, size: int) -> LayoutWork:
-        """Return the work of a pass without a gradient, with `size` tokens at a time."""
+    def _prompts(self, count: float, division: Division, size: int) -> float:
+        """Return how many prompts are computed for each of so many answers."""
+        if self.recipe.training.sharing == "none":
+            return 1.0
+        rows = round(count / min(division.shares, max(1.0, count)))
+        group, here = self.recipe.samples_per_prompt, min(PACKED, max(1, rows))
+        return prompts_computed(self.answers, group, here, size * division.cp)
+
+    def passing(self, division: Division, size: int, *, packs: bool = True) -> LayoutWork:
+        """Return the work of a pass without a gradient.
+
+        Args:
+            size: tokens of a lane at a time.
+            packs: whether answers share their prompts, and lanes even out their tokens.
+        """
         model = self.model
         return LayoutWork(
             layout_of(division, model),
             lambda n: forward_pass(
-                model, self.answers, n, division, self._microbatch(size), number_bytes=self.number
+                model,
+                self.answers,
+                n,
+                division,
+                self._microbatch(size),
+                prompts=self._prompts(n, division, size) if packs else 1.0,
+                number_bytes=self.number,
+                balanced=packs,
             ),
             working_bytes=lambda n: training_parts(
                 model,
@@ -175,10 +223,12 @@ class PassWork:
         )
 
     def _gradient(self, division: Division, count: int) -> Work:
-        size = self._microbatch(self.at_a_time)
+        size, trained = self._microbatch(self.at_a_time), self.trained * count
         return training_pass(
-            self.model, self.answers, self.trained * count, division, size, self._recomputes,
-            frozen=self.adapters is not None, number_bytes=self.number,
+            self.model, self.answers, trained, division, size, self._recomputes,
+            frozen=self.adapters is not None,
+            prompts=self._prompts(trained, division, self.at_a_time),
+            number_bytes=self.number,
         )  # fmt: skip
 
     def _finish(self, division: Division, replicas: int) -> Work:

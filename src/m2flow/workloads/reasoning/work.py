@@ -39,6 +39,7 @@ from m2flow.plan.profile.work import (
     WorkerWork,
     rising,
 )
+from m2flow.workloads.reasoning.algorithm_section import OF_GROUPS
 from m2flow.workloads.reasoning.config import CACHE_SHARE, ReasoningRecipe
 from m2flow.workloads.reasoning.passes import PassWork, number_bytes
 from m2flow.workloads.reasoning.pieces import Pieces
@@ -73,7 +74,7 @@ SCORE_SECONDS, ADDITION_SCORE_SECONDS = 1e-3, 20e-6
 """To score one answer by a rule; to compare two sums."""
 
 EQUAL_SHARE = 0.3
-"""Of the groups whose rewards are all the same, so that they are drawn again."""
+"""Of the groups whose rewards are all the same, so that nothing is learned from them."""
 
 JUDGE_TEMPLATE_TOKENS = 100
 """Of what a judge is asked, beside question, right answer and answer."""
@@ -131,8 +132,9 @@ def prices(
     if pieces is not None:
         most = recipe.generation.tokens_per_step
         assumed += (f"groups end after {pieces.steps:.2g} steps of {most} tokens in the mean",)
-    if recipe.further_draws:
-        assumed += (f"{EQUAL_SHARE:.0%} of the groups teach nothing and are drawn again",)
+    equal = equal_share(recipe)
+    trained = (1 - equal) / (1.0 if pieces is None else pieces.steps)
+    assumed += told_of_equal_groups(recipe, equal)
     judges = judging_works(recipe, answers)
     if "judge" in judges:
         written = judges["judge"].answers.lengths.mean
@@ -147,7 +149,7 @@ def prices(
     divided = divided and ENGINES[recipe.generation.engine].divides
     by_heads = divides_by_heads(recipe, None if model is None else str(model))
     return lambda device, lanes: RecipeWork(
-        recipe, shape, answers, device, lanes, divided, judges, by_heads, pieces
+        recipe, shape, answers, device, lanes, divided, judges, by_heads, pieces, trained
     ).work(graph, assumed)
 
 
@@ -192,6 +194,29 @@ def pieces_of(recipe: ReasoningRecipe, answers: Answers) -> Pieces | None:
     """Return what a step draws where answers go on in later steps; None where they end in it."""
     most = recipe.generation.tokens_per_step
     return None if most is None else Pieces.of(answers.lengths, most, recipe.samples_per_prompt)
+
+
+def equal_share(recipe: ReasoningRecipe) -> float:
+    """Return the share of the groups that training leaves out, as their rewards are all the same.
+
+    Rewards of models that judge hardly ever are, nor those with a KL.
+    """
+    algorithm = recipe.algorithm
+    by_models = recipe.reward_model.path is not None or recipe.judge.path is not None
+    if algorithm.name not in OF_GROUPS or by_models:
+        return 0.0
+    learns = algorithm.kl_coefficient or algorithm.entropy_coefficient or algorithm.scale == "step"
+    idle = recipe.training.drop_zero_advantage and not learns
+    left_out = idle or algorithm.equal_groups == "drop"
+    return EQUAL_SHARE ** (1 + recipe.further_draws) if left_out else 0.0
+
+
+def told_of_equal_groups(recipe: ReasoningRecipe, equal: float) -> tuple[str, ...]:
+    """Say what is assumed of them."""
+    said = f"{EQUAL_SHARE:.0%} of the groups teach nothing"
+    if recipe.further_draws:
+        return (f"{said} and are drawn again",)
+    return (f"{said}, and training leaves them out",) if equal else ()
 
 
 def score_seconds(recipe: ReasoningRecipe) -> float:
@@ -260,6 +285,7 @@ class RecipeWork:
         judges: models that judge, by worker.
         by_heads: whether trainers divide the model by heads.
         pieces: what a step draws of answers that go on in later ones; None where they end in it.
+        trained: share of the answers that are trained on.
     """
 
     recipe: ReasoningRecipe
@@ -271,6 +297,7 @@ class RecipeWork:
     judges: Mapping[str, JudgeWork] = field(default_factory=dict)
     by_heads: bool = True
     pieces: Pieces | None = None
+    trained: float = 1.0
 
     def work(self, graph: FlowGraph, assumed: tuple[str, ...]) -> FlowWork:
         stages = {node.name: self._stage(node) for node in graph.nodes}
@@ -344,9 +371,8 @@ class RecipeWork:
             full = recipe.model.model_copy(update={"lora_rank": 0})
             recipe = recipe.model_copy(update={"model": full})
             model = replace(model, outputs=1)
-        trained = 1.0 if self.pieces is None else 1 / self.pieces.steps
         return PassWork(
-            recipe, model, self.answers, self.device, self.lanes, self.by_heads, trained
+            recipe, model, self.answers, self.device, self.lanes, self.by_heads, self.trained
         )
 
     def _of(self, judging: JudgeWork) -> RecipeWork:
@@ -367,7 +393,8 @@ class RecipeWork:
         if judging.max_running:
             return own._drawing(size, judging.max_running, self.recipe.judge.cache_gb)
         at_a_time, passes = self.recipe.reward_model.tokens_per_microbatch, own._passes(None)
-        return StageWork(tuple(passes.passing(one, at_a_time) for one in passes.in_shards()), size)
+        layouts = [passes.passing(one, at_a_time, packs=False) for one in passes.in_shards()]
+        return StageWork(tuple(layouts), size)
 
     def _judging_state(self, judging: JudgeWork) -> WorkerWork:
         """Return the weights of a model that judges."""
