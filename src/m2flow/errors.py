@@ -70,6 +70,10 @@ class CannotHeal(RunFailed):
     """What a lost lane held cannot be made again, or brought back, while the step goes on."""
 
 
+class NoPlanStands(CannotHeal):
+    """Lanes hold the workers of no plan, or wait for one that has failed: all are started again."""
+
+
 class NotLoaded(RunFailed):
     """Workers of another plan could not be brought up; the run stands under the plan before."""
 

@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from safetensors.torch import load_file
 
 import m2flow
+from m2flow import Batch, Isolation, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed
 from m2flow.observe.progress import Quiet
@@ -255,6 +257,116 @@ def test_a_lane_that_comes_back_is_taken_in(
     else:
         assert run.pilot is not None
         assert sum(change.why == "lanes" for change in run.pilot.changes) == 2
+
+
+class Examiner(Worker):
+    """Has a process of its own, and nothing to do in a step."""
+
+    isolation = Isolation()
+
+    @stage
+    def look(self, prompts: Batch) -> Batch:
+        return prompts.with_columns(y=prompts["x"])
+
+
+class Examined(Training):
+    examiner: Examiner
+
+    def evaluate(self, prompts: Stream) -> Stream:
+        return self.examiner.look(prompts)
+
+
+def test_the_loss_of_a_lane_that_only_an_evaluation_needs_ends_the_run_in_words() -> None:
+    flow = Examined(
+        sampler=Sampler(Death()),
+        judge=Judge(Death()),
+        learner=Learner(Death()),
+        examiner=Examiner(),
+    )
+    run = m2flow.launch(
+        flow,
+        items_per_step=ITEMS,
+        also={"evaluate": ITEMS},
+        lanes="cpu:2",
+        mode="collocated",
+        elastic=True,
+        lane_restarts=0,
+    )
+    with run:
+        run.step(prompts(0))
+        assert run._pool is not None
+        (own,) = [lane.id for lane in run._pool.lanes if lane.reserved_for == "examiner"]
+        os.kill(run._pool.addresses[own].process_id, signal.SIGKILL)
+        with pytest.raises(RunFailed, match="no plan for the lanes that are left: lanes: the plan"):
+            run.run_method("evaluate", prompts(9))
+
+
+class TwoAtMost(Learner):
+    """Cannot be loaded on three lanes once it has learnt; there its other lanes wait for it."""
+
+    def load(self, place: Any) -> None:
+        super().load(place)
+        if place.version and place.size == 3 and place.rank == 2:
+            raise MemoryError("no room for 7 GB")
+        place.all_reduce([torch.zeros(1)])
+
+
+class LoadedOnTwoAtMost(Judge):
+    """Cannot be loaded on three lanes once two have been enough; the others load it."""
+
+    def load(self, place: Any) -> None:
+        super().load(place)
+        if place.version and place.size == 3 and place.rank == 2:
+            raise MemoryError("no room for 7 GB")
+
+
+@pytest.mark.parametrize("mode", ["collocated", "auto"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_lane_that_comes_back_and_cannot_be_loaded_is_given_up_again(
+    waits: bool, mode: str, pool: LanePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "LOOK_SECONDS", 0.0)
+    restart, refused = pool.restart, []
+
+    def refused_once(some: Any) -> None:
+        if not refused:
+            refused.append(some)
+            raise RunFailed("lanes have not come up")
+        restart(some)
+
+    monkeypatch.setattr(pool, "restart", refused_once)
+    death = Death("finish", 1, str(tmp_path))
+    learner, judge = (TwoAtMost, Judge) if waits else (Learner, LoadedOnTwoAtMost)
+    flow = Training(sampler=Sampler(death), judge=judge(death), learner=learner(death))
+    run = m2flow.launch(
+        flow, items_per_step=ITEMS, lanes=pool, mode=mode, elastic=True, lane_restarts=2
+    )
+
+    def until_given_up_again(more: int = 3) -> Iterator[Any]:
+        step, deadline = 0, time.monotonic() + BACK_SECONDS
+        while more:
+            assert time.monotonic() < deadline, "nothing was given up"
+            more -= len(run.losses) == 2
+            yield prompts(step)
+            step += 1
+
+    with run:
+        results = list(run.steps(until_given_up_again()))
+        first, second = run.losses[:2]
+        assert run.missing == 1
+        assert not run.returns
+        assert {lane.id for lane in run.plan.lanes} == {0, 1, 2} - {first.lane}
+        asked = run.worker_call("learner", "state")
+    assert second.lane == first.lane
+    assert second.reason.startswith("plan ")
+    assert "cannot be loaded: " in second.reason
+    assert "no room for 7 GB" in second.reason
+    assert second.given_up == supervision.REFUSED
+    with start(None, Death()) as eager:
+        wanted = list(eager.steps(prompts(step) for step in range(len(results))))
+        assert asked == eager.worker_call("learner", "state")
+    figures = [(r.step, r.version, r.metrics, r.output["z"].tolist()) for r in results]
+    assert figures == [(r.step, r.version, r.metrics, r.output["z"].tolist()) for r in wanted]
 
 
 class Strikes(Quiet):

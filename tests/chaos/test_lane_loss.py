@@ -506,6 +506,54 @@ def test_whoever_asks_a_worker_waits_for_no_snapshot_behind_results_still_to_be_
     assert len(states) == STEPS
 
 
+class Cramped(Learner):
+    """Has no memory for its first copy."""
+
+    tried = False
+
+    def save(self) -> dict[str, torch.Tensor]:
+        if not self.tried:
+            self.tried = True
+            raise torch.OutOfMemoryError("no room for 7 GB")
+        return super().save()
+
+
+def test_a_snapshot_that_runs_out_of_memory_ends_no_run(
+    pool: LanePool, monkeypatch: pytest.MonkeyPatch, undisturbed: list[Any]
+) -> None:
+    monkeypatch.setattr(recovery, "SHARE", math.inf)
+    with start(APART, Death(), pool, learner=Cramped) as run:
+        found = seen(run)
+    assert found.figures == undisturbed
+    notes = [note for step in found.steps for note in step.notes]
+    assert any("the last one has failed: " in note and "7 GB" in note for note in notes), notes
+
+
+class Overdue(Exception):
+    """The time to stop has passed."""
+
+
+def test_steps_that_are_taken_again_cannot_be_given_up(
+    pool: LanePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state from between them would be kept as that of the step whose result is given next."""
+    for name in ("SHARE", "BUSY"):
+        monkeypatch.setattr(recovery, name, 1e-9)  # no snapshot after the first one
+
+    with start(APART, Death("train", 2, str(tmp_path)), pool) as run:
+
+        def heed() -> None:
+            step = run._runners["step"]
+            if step.busy and step.first_open[0] < run._recovery.given:
+                raise Overdue
+
+        run.heed = heed
+        with pytest.raises(Overdue):
+            list(run.steps(prompts(step) for step in range(STEPS)))
+        assert not run.give_up(10.0)
+    assert (tmp_path / "0").exists(), "nobody was killed"
+
+
 @pytest.mark.parametrize(("moment", "version"), [("generate", 1), ("score", 2), ("install", 3)])
 def test_a_process_that_a_worker_has_started_is_gone(
     moment: str, version: int, pool: LanePool, tmp_path: Path, undisturbed: list[Any]

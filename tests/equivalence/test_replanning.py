@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import weakref
 from collections.abc import Iterator
@@ -16,10 +18,12 @@ import torch
 import m2flow
 from m2flow import Batch, Flow, Layout, Place, Stream, Worker, stage
 from m2flow.engine.plan import Placement, Plan
-from m2flow.errors import NotLoaded, UserError
+from m2flow.errors import NotLoaded, RunFailed, UserError
 from m2flow.plan import LaneSpec, build_plan
+from m2flow.runtime.driver import standing
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.run import Run
+from m2flow.runtime.transport.peering import PeerLost
 from tests.equivalence import flows
 from tests.equivalence.flows import (
     Outcome,
@@ -258,6 +262,100 @@ def test_a_plan_that_cannot_be_loaded_leaves_the_run_as_it_was(
             metrics.append(dict(result.metrics))
         states = run.worker_call_everywhere(*scenario.trained)
     check_same(Outcome(outputs, states, metrics, 0), eager, scenario)
+
+
+class Cluttered(flows.Judge):
+    """Has no room on the last lane, and then none in a process that has loaded it before."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        full, here = self.folder / "full", self.folder / str(os.getpid())
+        if place.lane == LANES[-1].id:
+            full.touch()
+            raise MemoryError("no room for 7 GB")
+        if full.exists() and here.exists():
+            raise MemoryError("no room for 6 GB")
+        here.touch()
+
+
+def test_a_run_whose_plan_before_cannot_be_loaded_either_goes_back_to_its_snapshot(
+    pool: LanePool, tmp_path: Path
+) -> None:
+    scenario = toy()
+    eager = eager_outcome(scenario)
+    judge = Cluttered(tmp_path)
+    flow = flows.Toy(sampler=flows.Sampler(), judge=judge, learner=flows.Learner())
+    run, _ = _toy_run(pool, flow)
+    outputs, metrics = [], []
+    with run:
+        apart = build_plan("collocated", run.graph, LANES, scenario.items_per_step)
+        for number, batch in enumerate(scenario.batches):
+            if number == 1:
+                before = run.plan
+                with pytest.raises(NotLoaded, match="no room for 7 GB"):
+                    run.replan(apart)
+                assert run.plan == before
+            result = run.step(batch)
+            outputs.append(output_of(result))
+            metrics.append(dict(result.metrics))
+        states = run.worker_call_everywhere(*scenario.trained)
+        assert not run.losses
+    check_same(Outcome(outputs, states, metrics, 0), eager, scenario)
+
+
+def test_a_lane_that_is_lost_while_workers_load_is_not_the_plan_s_fault(
+    pool: LanePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another lane tells of it first."""
+    run, scenario = _toy_run(pool, toy().make_flow())
+
+    def lost(self: Run, plans: object, kept: object) -> None:
+        os.kill(pool.addresses[2].process_id, signal.SIGKILL)
+        raise RunFailed("workers were not loaded") from PeerLost("lane 2 is gone")
+
+    with run:
+        run.step(scenario.batches[0])
+        apart = build_plan("collocated", run.graph, LANES, scenario.items_per_step)
+        monkeypatch.setattr(Run, "_bring_up", lost)
+        with pytest.raises(RunFailed) as caught:
+            run.replan(apart)
+        assert type(caught.value) is RunFailed
+        assert pool.lost.keys() == {2}
+    pool.restart(list(pool.lost))
+
+
+def test_states_that_do_not_fit_into_host_memory_stay_where_they_are(
+    pool: LanePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is gathered on its lane, and copied."""
+    run, scenario = _toy_run(pool, toy().make_flow())
+    asked: list[tuple[object, ...]] = []
+    ask_all = pool.ask_all
+
+    def noted(orders: Any, seconds: float) -> Any:
+        asked.append((sorted(orders), seconds))
+        return ask_all(orders, seconds)
+
+    monkeypatch.setattr(pool, "ask_all", noted)
+    with run:
+        run.step(scenario.batches[0])
+        deadline = run.plan.deadline_seconds
+        apart = build_plan("disaggregated", run.graph, LANES[:2], scenario.items_per_step)
+        gang = sorted(run._placements["learner"].replicas[0])
+        states = [run._state_bytes[worker] for worker in ("judge", "learner", "sampler")]
+        monkeypatch.setattr(standing, "usable_memory", lambda: (max(states), 1 << 40))
+        with pytest.raises(NotLoaded, match="to move the states of its workers takes"):
+            run.replan(apart)
+        assert not asked
+        run.step(scenario.batches[1])
+        enough = sum(states) + max(states)
+        monkeypatch.setattr(standing, "usable_memory", lambda: (enough, 1 << 40))
+        assert "learner" in run.replan(replace(apart, deadline_seconds=7.0)).moved
+        assert (gang, deadline) in asked
 
 
 def test_states_that_do_not_fit_under_another_plan_leave_the_run_as_it_was(pool: LanePool) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
 
 import m2flow
-from m2flow import Batch, Flow, Place, Stream, Worker, stage
+from m2flow import Batch, Flow, Layout, Place, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed
 from m2flow.plan.profile import Profile
 from m2flow.runtime.driver.auto import Auto
 from m2flow.runtime.driver.pool import LanePool
-from m2flow.runtime.driver.runner import StepResult
+from m2flow.runtime.driver.runner import Runner, StepResult
 from tests.equivalence import flows
 from tests.runtime.local_cluster import local_cluster
 
@@ -196,6 +198,82 @@ def test_a_step_is_taken_again_under_a_plan_that_needs_less(
         results = list(run.steps(batches(4)))
         assert run.pilot is not None
         assert run.pilot.changes[0].why == "failed"
+    assert_right(results)
+    totals = [float(batch["x"].sum()) for batch in batches(4)]
+    assert [result.metrics["total"] for result in results] == totals
+
+
+class Kept(Hungry):
+    """Says how its state is saved."""
+
+    def save(self) -> dict[str, torch.Tensor]:
+        return {"folded": torch.tensor(self.folded)}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.folded = float(state["folded"])
+
+
+class Halved(Kept):
+    """Counts on two lanes together; one waits for the other, which may have no room."""
+
+    collective = True
+
+    def layouts(self, kind: str, lanes: int) -> tuple[Layout, ...]:
+        return (Layout("pair", 2),) if lanes >= 2 else ()
+
+    @stage(accumulates=True)
+    def count(self, items: Batch) -> Batch:
+        if len(items) > self.most and self.place.rank:
+            raise MemoryError("too many items")
+        self.place.all_reduce([torch.zeros(1)])
+        self.folded += float(items["x"].sum())
+        return items.with_columns(z=3 * items["x"] + 1)
+
+    @count.finish
+    def count_finish(self) -> dict[str, float]:
+        return super().count_finish()
+
+
+def test_a_gang_of_which_one_lane_has_no_room_takes_the_step_again(pool: LanePool) -> None:
+    """The other one waits for it within a collective, and does not hear that it is to stop."""
+    flow = counting(Halved(4, None))
+    with m2flow.launch(
+        flow,
+        items_per_step=ITEMS,
+        mode="auto",
+        lanes=pool,
+        auto=Auto(num_steps=40),
+        layouts={"counter": Layout("pair", 2)},
+    ) as run:
+        results = list(run.steps(batches(4)))
+        assert run.pilot is not None
+        assert run.pilot.changes[0].why == "failed"
+        assert not run.losses
+    assert_right(results)
+    totals = [float(batch["x"].sum()) for batch in batches(4)]
+    assert [result.metrics["total"] for result in results] == totals
+
+
+def test_a_lane_that_is_lost_while_a_failed_step_is_stopped_comes_back(
+    pool: LanePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_back, killed = Runner.take_back, list[int]()
+
+    def killing(self: Runner, seconds: float | None = None) -> object:
+        if not killed:
+            killed.append(pool.addresses[1].process_id)
+            os.kill(killed[0], signal.SIGKILL)
+        return take_back(self, seconds)
+
+    monkeypatch.setattr(Runner, "take_back", killing)
+    flow = counting(Kept(3, MemoryError))
+    auto = Auto(num_steps=40)
+    with m2flow.launch(flow, items_per_step=ITEMS, mode="auto", lanes=pool, auto=auto) as run:
+        results = list(run.steps(batches(4)))
+        assert [loss.lane for loss in run.losses] == [1]
+        assert run.pilot is not None
+        assert run.pilot.changes[0].why == "failed"
+    assert killed
     assert_right(results)
     totals = [float(batch["x"].sum()) for batch in batches(4)]
     assert [result.metrics["total"] for result in results] == totals

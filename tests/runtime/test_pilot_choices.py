@@ -283,3 +283,15 @@ def test_a_stage_that_no_item_has_reached_yet_is_waited_for() -> None:
     run.unseen = frozenset()
     run.steps(pilot, STEPS)
     assert apart(pilot.plan)
+
+
+def test_a_plan_that_could_not_be_loaded_is_not_taken_up_again_on_other_lanes() -> None:
+    pilot = Pilot(GRAPH, LANES, ITEMS, known=SLOW_SERVICE, num_steps=STEPS)
+    best = pilot.plan
+    pilot.refuse(best, "no room for 7 GB")
+    alone = pilot.on_lanes(LANES[:1], {})
+    assert [lane.id for lane in alone.lanes] == [0]
+    other = pilot.on_lanes(LANES, {})
+    assert {name: spot.lanes for name, spot in other.placements.items()} != {
+        name: spot.lanes for name, spot in best.placements.items()
+    }

@@ -356,3 +356,34 @@ def test_no_lane_is_left() -> None:
     with pytest.raises(RunFailed, match=r"^lane 0 was lost: killed\n.*; no lane is left") as caught:
         watch.count(pool.lose(0, 1, 2, 3))
     assert "(`lane_restarts: 0`)" in str(caught.value)
+
+
+def test_a_plan_on_some_of_the_lanes_is_kept_when_one_of_them_is_back() -> None:
+    pool = Pool()
+    own = replace(build_plan("collocated", GRPO, LANES[:2], ITEMS), mode="mine")
+    watch = Supervision(cast("Any", pool), 2, elastic(own), Clock())
+    watch.count(pool.lose(1))
+    watch.bring_back(())
+    assert watch.remade(own) is None
+
+
+def test_lanes_that_an_earlier_run_has_given_up_are_left_alone() -> None:
+    pool = Pool()
+    pool.lose(2)
+    pool.give_up([2])
+    assert not supervision(pool).has_news
+    assert pool.calls == []
+
+
+def test_a_plan_is_made_again_where_the_last_one_was_for_lanes_that_are_gone() -> None:
+    """One of them had come back, and no worker could be loaded on it."""
+    pool = Pool()
+    watch = supervision(pool, restarts=0)
+    watch.count(pool.lose(2))
+    there = watch.remade(made("collocated"))
+    assert there is not None
+    assert watch.remade(there) is None
+    pool.lanes, pool.missing = LANES, {}
+    assert watch.remade(there) is not None
+    watch.count(pool.lose(2))
+    assert watch.remade(there) is not None, "the pilot is told of the lanes that are left"

@@ -29,7 +29,9 @@ LOSS_SECONDS = 1.0
 another machine it may come as much later as either side takes to notice."""
 
 
-def save_state(pool: LanePool, worker: str, gang: tuple[int, ...], number: int) -> Fetch:
+def save_state(
+    pool: LanePool, worker: str, gang: tuple[int, ...], number: int, seconds: float
+) -> Fetch:
     """Have a worker save its state; where that then lies.
 
     Args:
@@ -37,11 +39,12 @@ def save_state(pool: LanePool, worker: str, gang: tuple[int, ...], number: int) 
         worker: whose state.
         gang: the lanes of one replica; all of them take part, and the first one keeps it.
         number: under which it is kept.
+        seconds: longest that it may take.
 
     Raises:
         Exception: what the worker raised.
     """
-    answers = pool.ask_all(dict.fromkeys(gang, lambda asked: Save(asked, worker, number)))
+    answers = pool.ask_all(dict.fromkeys(gang, lambda asked: Save(asked, worker, number)), seconds)
     for answer in answers.values():
         if answer.raised:
             raise pickle.loads(answer.value)

@@ -184,6 +184,10 @@ class Pilot:
         """Note that the next steps fill the pipeline anew, so that they take longer than others."""
         self._uncounted = max(self._uncounted, self.plan.max_staleness)
 
+    def begins_cold(self) -> None:
+        """Note that workers were brought up anew: the next step takes longer than others."""
+        self._uncounted = max(self._uncounted, 1 + self.plan.max_staleness)
+
     def next_plan(self, run: Movers) -> Plan:
         """The plan of the next step. To be asked when `wants_to_look`."""
         if self.race is None and not self._finer and not self._as_known():
@@ -235,6 +239,8 @@ class Pilot:
         except UserError:  # what is known may be of gangs that these lanes cannot carry
             plan = self._guess()
         self.plan = self._as_run(plan)
+        if self._has_failed(self.plan):
+            self.plan = self.another() or self.plan
         return self.plan
 
     def instead(self, reason: str, run: Movers) -> Plan | None:
@@ -268,6 +274,11 @@ class Pilot:
             ),
             None,
         )
+
+    def instead_of_failed(self, run: Movers) -> Plan | None:
+        """The plan to go back to a snapshot under, where the present one has failed, as `another`
+        says; None where it has not."""
+        return self.another(run) if self._has_failed(self.plan) else None
 
     def refuse(self, plan: Plan, reason: str) -> None:
         """Note that a plan could not be loaded; no plan is tried that has workers stand as it does.

@@ -379,20 +379,28 @@ class LanePool:
         """
         assert self.can_restart, "lanes that share a process"
         self.processes.kill(lanes)
+        self.await_ends(lanes)
+        self._clear_after(lanes)
+        self._attach(self.processes.bring_up([lane for lane in self.lanes if lane.id in lanes]))
+        left = self.positions([lane.id for lane in self.lanes if lane.id not in lanes])
+        self.world = tuple(position for position in self.world if position in left)
+        for lane in lanes:
+            self.lost.pop(lane, None)
+        if not self.lost:
+            self.spoiled = None
+
+    def await_ends(self, lanes: Collection[int]) -> None:
+        """Wait until the processes of lanes have ended that were killed; what is heard is dropped.
+
+        Raises:
+            RunFailed: they have not in time.
+        """
         deadline = time.monotonic() + END_SECONDS
         while up := [lane for lane in lanes if lane in self._lines]:
             # Their lines stay open until they have ended, or they would clear up after the pool.
             if time.monotonic() > deadline:
                 raise RunFailed(f"the processes of lanes {up} have not ended in {END_SECONDS:g} s")
             self.receive(0.1)
-        self._clear_after(lanes)
-        self._attach(self.processes.bring_up([lane for lane in self.lanes if lane.id in lanes]))
-        if len(lanes) == len(self.lanes):
-            self.world = ()
-        for lane in lanes:
-            self.lost.pop(lane, None)
-        if not self.lost:
-            self.spoiled = None
 
     def end(self, lane: int, reason: str) -> None:
         """End the process of a lane, which counts as lost from now on; `receive` tells its end."""

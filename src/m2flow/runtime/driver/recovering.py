@@ -10,13 +10,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from m2flow.errors import CannotHeal, PlanError, RunFailed
+from m2flow.engine.plan import Plan
+from m2flow.errors import CannotHeal, NoPlanStands, NotLoaded, PlanError, RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
 from m2flow.plan.machine import usable_memory
-from m2flow.runtime.driver.methods import STEP, Methods, Plans
+from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
 from m2flow.runtime.driver.recovery import LaneLoss, LaneReturn, Recovery, SavedStates
-from m2flow.runtime.driver.standing import FlowOnLanes
+from m2flow.runtime.driver.standing import FlowOnLanes, Replanned
+from m2flow.runtime.lane.exhausted import is_exhaustion
 
 if TYPE_CHECKING:  # a run in one process does without Ray
     from m2flow.runtime.driver.pilot import Pilot
@@ -158,7 +160,9 @@ class FlowThatRecovers(FlowOnLanes):
             states = coming.states()
         except (RunFailed, PeerLost):  # of the lane that was lost its carrier hears
             self._recovery.give_up()
-        except (OSError, MemoryError) as error:
+        except Exception as error:
+            if not (isinstance(error, OSError) or is_exhaustion(error)):
+                raise
             self._recovery.give_up(f"the last one has failed: {error}")
             self._runners[STEP].note(self._recovery.warning)
         else:
@@ -240,9 +244,13 @@ class FlowThatRecovers(FlowOnLanes):
 
         return cannot_heal(error) or bool(moving.lost_lanes(self._pool, error))
 
-    def _lanes_back(self, error: RunFailed) -> list[Batch]:
+    def _lanes_back(self, error: RunFailed, instead: Plan | None = None) -> list[Batch]:
         """Start lanes again that were lost, or do without them; go back to the last snapshot, and
         take the steps since then again.
+
+        Args:
+            error: how it was heard of.
+            instead: the plan to go on under, unless the lanes are others now.
 
         Returns:
             The batches of the steps whose results were not given, which are left to be taken.
@@ -258,19 +266,22 @@ class FlowThatRecovers(FlowOnLanes):
         heard: dict[tuple[int, float], str] = {}
         while self._goes_back(error):
             self._pool.hasten_restart()
-            busy = moving.stopped(self._pool, self._carrier, self._runners)
+            if isinstance(error, NoPlanStands):  # they may wait, or be left with half of one
+                busy = {lane.id for lane in self._pool.lanes} - self._pool.lost.keys()
+            else:
+                busy = moving.stopped(self._pool, self._carrier, self._runners)
             self._without_coming_snapshot()
             if not heard:
                 self._save_what_is_left(busy)
-            lost = self._pool.lost.items() or [
-                (one.lane, (one.reason, one.at)) for one in self._losses[-1:]
-            ]
+            before = () if isinstance(error, NoPlanStands) else self._losses[-1:]
+            lost = self._pool.lost.items() or [(one.lane, (one.reason, one.at)) for one in before]
             heard |= {(lane, at): why for lane, (why, at) in lost}
             self._supervision.count(error)
             snapshot = self._recovery.back_to(error)
             done, others = self._recovery.since_snapshot()
             try:
-                self._go_back(snapshot, busy)
+                self._go_back(snapshot, busy, instead)
+                instead = None
                 losses = [(lane, why, at) for (lane, at), why in heard.items()]
                 new = self._supervision.losses(losses, self.plan, len(done))
                 for _ in self._runners[STEP].run(done):
@@ -331,12 +342,13 @@ class FlowThatRecovers(FlowOnLanes):
             type(self._workers[worker]).discard is not Worker.discard for worker in learners
         )
 
-    def _go_back(self, snapshot: SavedStates, busy: Collection[int]) -> None:
+    def _go_back(self, snapshot: SavedStates, busy: Collection[int], instead: Plan | None) -> None:
         """Bring all workers up as they were at a snapshot, on the lanes that there are to be.
 
         Args:
             snapshot: what to go back to.
             busy: lanes that have not stopped in time, which are started again as well.
+            instead: as of `_lanes_back`.
         """
         from m2flow.runtime.driver.carrier import RayCarrier
 
@@ -346,8 +358,13 @@ class FlowThatRecovers(FlowOnLanes):
         supervision.bring_back(busy)
         plans = self._plans
         try:
-            if (remade := supervision.remade(plans.everything)) is not None:
-                plans = self._methods.planned(remade)
+            remade = supervision.remade(plans.everything)
+            if (other := remade or instead) is not None:
+                plans = self._methods.planned(other)
+                check_lanes(plans.everything, pool)
+        except UserError as why:  # it was made here
+            raise RunFailed(f"no plan for the lanes that are left: {why}") from why
+        try:
             next_steps = {name: runner.first_open[0] for name, runner in self._runners.items()}
             carrier = RayCarrier(
                 pool,
@@ -360,13 +377,15 @@ class FlowThatRecovers(FlowOnLanes):
                 states=snapshot.states,
             )
             plans = plans.sized(self._state_bytes | carrier.state_bytes, self._methods.graphs)
-        except PlanError as why:  # it was made here
+        except PlanError as why:
             raise RunFailed(f"no plan for the lanes that are left: {why}") from why
         self._take_up(plans, carrier, next_steps | {STEP: snapshot.step})
-        if remade is None:
+        if other is None:
             self.plan = kept
         elif self.pilot is not None:
-            self.pilot.gone_over(remade, (), 0.0, lanes=True)
+            self.pilot.gone_over(other, (), 0.0, lanes=remade is not None)
+        if self.pilot is not None:
+            self.pilot.begins_cold()
         if snapshot.states:
             self._publish_to(tuple(self._placements), snapshot.step)
 
@@ -376,6 +395,16 @@ class FlowThatRecovers(FlowOnLanes):
             from m2flow.runtime.driver.stalled import explain
 
             explain(error, self._pool)
+
+    def replan(self, plan: Plan) -> Replanned:
+        """Go on under another plan; where none is loaded then, go back to the last snapshot."""
+        try:
+            return super().replan(plan)
+        except NoPlanStands as error:
+            if not self._goes_back(error):
+                raise
+            self._again += self._lanes_back(error)
+            raise NotLoaded(str(error)) from error.__cause__
 
     # --- lanes that are there again ---------------------------------------------------------------
 
@@ -392,15 +421,24 @@ class FlowThatRecovers(FlowOnLanes):
     def _take_in(self) -> None:
         """Go on with lanes that have come back, under a plan for all that there are."""
         assert self._supervision is not None
+        assert self._pool is not None
         begun = time.time()
         back = self._supervision.take_in()
         try:
             plan = self._supervision.remade(self._plans.everything)
-        except RunFailed:  # they are too few for a plan, and stay idle
+            if plan is None:
+                return
+            check_lanes(self._methods.planned(plan).everything, self._pool)
+        except (RunFailed, UserError):  # they are too few for a plan, and stay idle
             return
-        if plan is None:
-            return
-        done = self.replan(plan)
+        try:
+            done = super().replan(plan)
+        except NoPlanStands as error:
+            why = str(error).splitlines()[0]
+            if self.pilot is not None:
+                self.pilot.refuse(plan, why)
+            self._supervision.refuse(back, why)
+            raise
         if self.pilot is not None:
             self.pilot.gone_over(plan, done.moved, done.seconds, lanes=True)
         new = self._supervision.returns(back, self.plan, begun)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from m2flow.errors import NotLoaded, RunFailed, UserError, suggestion
+from m2flow.errors import NoPlanStands, NotLoaded, RunFailed, Stalled, UserError, suggestion
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
 from m2flow.runtime.driver.methods import STEP
@@ -139,25 +139,61 @@ class Run(FlowThatRecovers):
         Raises:
             RunFailed: `error`, if it is neither, or the steps cannot be taken again.
         """
-        if self._goes_back(error):
-            return self._lanes_back(error)
-        if (
-            self.pilot is None
-            or not self._can_discard
-            or not _wants_memory_or_time(error.__cause__)
-        ):
+        while True:
+            if self._goes_back(error):
+                instead = None if self.pilot is None else self.pilot.instead_of_failed(self)
+                try:
+                    return self._lanes_back(error, instead)
+                except RunFailed as again:
+                    if not _wants_memory_or_time(again.__cause__):
+                        raise
+                    error = again
+            try:
+                return self._under_another_plan(error)
+            except RunFailed as failed:
+                if failed is error or not self._goes_back(failed):
+                    raise
+                error = failed
+
+    def _under_another_plan(self, error: RunFailed) -> list[Batch]:
+        """Stop the steps in flight, of which one has failed, and go over to another plan.
+
+        Returns, raises: as `_taken_back`; and
+            NoPlanStands: lanes of a process group wait for the one that has failed, or the steps
+                are those since a snapshot, taken again.
+        """
+        step = self._runners[STEP]
+        if self.pilot is None or not self._can_discard or not step.unlearnt:
+            raise error
+        if not _wants_memory_or_time(error.__cause__):
             raise error
         self._settle()
         plan = self.pilot.instead(str(error).splitlines()[0], self)
-        batches = None if plan is None else self._runners[STEP].take_back()
-        if plan is None or batches is None:
+        if plan is None:
             raise error
+        if step.first_open[0] != self._recovery.given:
+            raise NoPlanStands(str(error)) from error.__cause__
+        batches = self._stopped(error)
         self._discard()
         while not self._go_over(self.pilot, plan):
             plan = self.pilot.another(self)
             if plan is None:
                 raise error
         self._recovery.forget_open()
+        return batches
+
+    def _stopped(self, error: RunFailed) -> list[Batch]:
+        """Stop the steps in flight; their batches."""
+        from m2flow.runtime.driver.pool import QUIET_SECONDS
+
+        assert self._pool is not None
+        try:
+            batches = self._runners[STEP].take_back(QUIET_SECONDS if self._pool.world else None)
+        except RunFailed as failed:
+            if isinstance(failed.__cause__, Stalled):
+                raise NoPlanStands(str(error)) from error.__cause__
+            raise
+        assert batches is not None, "it has learnt since"
         return batches
 
     def _discard(self) -> None:
@@ -178,7 +214,8 @@ class Run(FlowThatRecovers):
             RunFailed: a lane does not stop in time.
         """
         runners = [runner for runner in self._runners.values() if runner.busy]
-        if not (self._can_discard and all(runner.unlearnt for runner in runners)):
+        again = self._runners[STEP].first_open[0] != self._recovery.given  # since a lane was lost
+        if again or not (self._can_discard and all(runner.unlearnt for runner in runners)):
             return False
         for runner in runners:
             runner.take_back(seconds)

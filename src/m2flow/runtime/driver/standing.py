@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from m2flow.engine.plan import Plan
 from m2flow.engine.residency import Residency
-from m2flow.errors import NotLoaded, UserError
+from m2flow.errors import NoPlanStands, NotLoaded, RunFailed, UserError
 from m2flow.flow.worker import Worker, saves
+from m2flow.plan.machine import usable_memory
 from m2flow.runtime.driver.journal import Journal, Kept, nothing_kept
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
 from m2flow.runtime.driver.recovery import LaneLoss
@@ -214,6 +215,8 @@ class FlowOnLanes:
             PlanError: the plan does not fit.
             NotLoaded: a worker could not be brought up, or the states of all do not fit; what it
                 raised is chained. The run stands as it did.
+            NoPlanStands: likewise, and it does not stand: the plan before is for other lanes, or
+                lanes wait within a collective for the one that has failed.
             RunFailed: a lane was lost, or did not answer.
         """
         start = time.perf_counter()
@@ -234,22 +237,39 @@ class FlowOnLanes:
                     key=worker,
                     hint="define `save` and `restore`, or let it stand where it stands",
                 )
+        self._check_room(plan, moved)
         kept = Moved(frozenset(self._placements) - set(moved), self._saved(moved))
         self._stands = False  # until all lanes have gone over
-        refused: Exception | None = None
-        try:
-            self._bring_up(plans, kept)
-        except Exception as error:
-            if self._pool.lost or self._pool.spoiled:
-                raise
-            refused = error
-            self._bring_up(self._plans, kept)
+        refused = self._refusal(plans, kept)
+        if refused is not None:
+            before = {lane.id for lane in self._plans.everything.lanes}
+            gone = self._pool.spoiled or before != {lane.id for lane in plans.everything.lanes}
+            again = refused if gone else self._refusal(self._plans, kept)
+            if again is not None:
+                raise NoPlanStands(_not_loaded(plan, refused)) from _cause(again)
         moving.drop_states(self._pool)
         self._publish_to(moved, self._runners[STEP].next_step)
         if refused is not None:
-            why = str(refused) or type(refused).__name__
-            raise NotLoaded(f"plan {plan.mode} cannot be loaded: {why}") from refused
+            raise NotLoaded(_not_loaded(plan, refused)) from _cause(refused)
         return Replanned(moved, time.perf_counter() - start)
+
+    def _refusal(self, plans: Plans, kept: Moved) -> Exception | None:
+        """Bring workers up under a plan; what loading them raises, or None.
+
+        Raises:
+            RunFailed: a lane was lost, which is not the plan's fault.
+        """
+        from m2flow.runtime.driver import moving
+
+        assert self._pool is not None
+        try:
+            self._bring_up(plans, kept)
+        except Exception as error:
+            heard = isinstance(error, RunFailed) and moving.lost_lanes(self._pool, error)
+            if heard or self._pool.lost:
+                raise
+            return error
+        return None
 
     def _bring_up(self, plans: Plans, kept: Moved) -> None:
         """Bring up the workers that are not kept where other plans have them, and take these up."""
@@ -269,6 +289,28 @@ class FlowOnLanes:
         )
         sized = plans.sized(self._state_bytes | carrier.state_bytes, self._methods.graphs)
         self._take_up(sized, carrier, next_steps)
+
+    def _check_room(self, plan: Plan, moved: Sequence[str]) -> None:
+        """Refuse to move states that do not fit into host memory: each is gathered, and copied.
+
+        Raises:
+            NotLoaded: they do not.
+        """
+        assert self._pool is not None
+        here = [
+            self._state_bytes[worker] * len(gang)
+            for worker in moved
+            if worker in self._placements and self._saves(worker)
+            for gang in self._placements[worker].replicas[:1]
+            if self._pool.is_here(gang[0])
+        ]
+        free, _ = usable_memory()
+        needed = sum(here) + max(here, default=0)
+        if needed > free:
+            raise NotLoaded(
+                f"plan {plan.mode} cannot be loaded: to move the states of its workers takes "
+                f"{needed / 1e9:.3g} GB of host memory, and {free / 1e9:.3g} are free"
+            )
 
     def movers(self, plan: Plan) -> tuple[str, ...]:
         """Workers that a plan would have stand elsewhere, in another layout or other groups."""
@@ -306,7 +348,9 @@ class FlowOnLanes:
         for number, worker in enumerate(savers):
             gang = self._placements[worker].replicas[0]
             self._bring((worker,), "save", gang)
-            fetches[worker] = moving.save_state(self._pool, worker, gang, number)
+            fetches[worker] = moving.save_state(
+                self._pool, worker, gang, number, self.plan.deadline_seconds
+            )
         for lane in self._plans.everything.lanes:
             for move in self._residency.put_away(lane.id):
                 self._carrier.carry_out(STEP, move)
@@ -336,3 +380,12 @@ class FlowOnLanes:
         self._carrier.close()
         if self._pool is not None and self._owns_pool:
             self._pool.__exit__(*error)
+
+
+def _not_loaded(plan: Plan, error: Exception) -> str:
+    return f"plan {plan.mode} cannot be loaded: {str(error) or type(error).__name__}"
+
+
+def _cause(error: Exception) -> BaseException:
+    """What has made an error; a run that has failed names the first cause."""
+    return (error.__cause__ or error) if isinstance(error, RunFailed) else error

@@ -29,6 +29,8 @@ LASTING_STEPS = 10
 
 NO_MACHINE = "its machine is gone"
 
+REFUSED = "it had come back"
+
 
 class Supervision:
     """Of the lanes of one run.
@@ -56,6 +58,8 @@ class Supervision:
         self._ended: set[int] = set()  # for the sake of others, and not up again
         self._first: dict[int, str] = {}
         self._given_up: dict[int, str] = {}
+        self._refused: set[int] = set()
+        self._planned = () if elastic is None else elastic.lanes
         self._next_look = 0.0
 
     @property
@@ -102,7 +106,9 @@ class Supervision:
         lost = dict(self._pool.lost)
         elsewhere = [lane for lane in lost if not self._pool.is_here(lane)]
         gone = self._pool.processes.without_machine(elsewhere) if elsewhere else ()
-        hopeless = dict.fromkeys(gone, NO_MACHINE)
+        hopeless = dict.fromkeys(self._refused & lost.keys(), REFUSED)
+        hopeless |= dict.fromkeys(gone, NO_MACHINE)
+        self._refused.clear()
         for lane, (reason, _) in lost.items():
             self._first.setdefault(lane, reason)
             self._steps[lane] = 0
@@ -229,13 +235,14 @@ class Supervision:
     def has_news(self) -> bool:
         """Whether to `take_in` lanes; called between steps, it waits for nothing."""
         pool = self._pool
-        if self._elastic is None or not pool.missing:
+        missing = pool.missing.keys() & self._given_up.keys()  # and not in an earlier run
+        if self._elastic is None or not missing:
             return False
         if self._clock() >= self._next_look:
             self._next_look = self._clock() + LOOK_SECONDS
-            for lane in pool.processes.without_machine(pool.missing):
+            for lane in pool.processes.without_machine(missing):
                 self._without_machine(lane)
-            for lane in pool.missing.keys() - pool.processes.awaited:
+            for lane in missing.difference(pool.processes.awaited):
                 free = self._given_up[lane] == NO_MACHINE
                 if (free or self._begun[lane] < self._most) and pool.call_back(lane):
                     self._begun[lane] += not free
@@ -245,6 +252,17 @@ class Supervision:
     def take_in(self) -> dict[int, float]:
         """Have lanes again that have come up; since when each was lost."""
         return {lane: at for lane, (_, at) in self._pool.take_in().items()}
+
+    def refuse(self, lanes: Collection[int], reason: str) -> None:
+        """End lanes that were taken in, since no plan can be loaded with them.
+
+        Raises:
+            RunFailed: a process has not ended in time.
+        """
+        self._refused |= set(lanes)
+        for lane in lanes:
+            self._pool.end(lane, reason)
+        self._pool.await_ends(lanes)
 
     def returns(self, back: Mapping[int, float], plan: Plan, begun: float) -> list[LaneReturn]:
         """An account of lanes that were taken in, now that workers are up on them.
@@ -260,7 +278,8 @@ class Supervision:
     # --- the plan ---------------------------------------------------------------------------------
 
     def remade(self, plan: Plan) -> Plan | None:
-        """The plan of a step for the lanes that there are; None where `plan` is for these.
+        """The plan of a step for the lanes that there are; None where `plan` is for these, and
+        the last one that was made too.
 
         Raises:
             RunFailed: there is none.
@@ -269,15 +288,19 @@ class Supervision:
             return None
         present = {lane.id for lane in self._pool.lanes}
         lanes = tuple(lane for lane in self._elastic.lanes if lane.id in present)
-        if {lane.id for lane in lanes} == {lane.id for lane in plan.lanes}:
+        there = {lane.id for lane in lanes} == {lane.id for lane in plan.lanes}
+        if there and lanes == self._planned:
             return None
         try:
-            return self._elastic.plan(lanes)
+            made = self._elastic.plan(lanes)
         except UserError as error:
             missing = [
                 f"lane {lane} was lost: {why}; {self._given_up[lane]}"
                 for lane, (why, _) in self._pool.missing.items()
+                if lane in self._given_up
             ]
             ids = ", ".join(str(lane.id) for lane in lanes)
             missing.append(f"no plan for the lanes that are left ({ids}): {error}")
             raise RunFailed("\n".join(missing)) from error
+        self._planned = lanes
+        return made
