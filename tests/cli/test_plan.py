@@ -162,7 +162,7 @@ def test_a_plan_of_the_users_own_is_judged(tiny: Path, m2flow: M2flow) -> None:
 
 def test_what_a_plan_of_the_users_own_leaves_out_is_filled_in(m2flow: M2flow) -> None:
     """Without sizes it was judged as if states took no memory, and moved in no time."""
-    words = ["plan", "qwen2.5-7b-grpo-math", "--cluster", "1x8xH100"]
+    words = ["plan", "qwen2.5-7b-ppo-math", "--cluster", "1x8xH100"]
     plan = json.loads(m2flow(*words, "--json").out)
     plan["stages"]["verifier.score"]["chunk"] = 3  # it is not one of the planner's own
     Path("whole.json").write_text(json.dumps(plan))

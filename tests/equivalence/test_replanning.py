@@ -296,7 +296,7 @@ def test_a_run_whose_plan_before_cannot_be_loaded_either_goes_back_to_its_snapsh
         for number, batch in enumerate(scenario.batches):
             if number == 1:
                 before = run.plan
-                with pytest.raises(NotLoaded, match="no room for 7 GB"):
+                with pytest.raises(NotLoaded, match=r"no room for [67] GB"):
                     run.replan(apart)
                 assert run.plan == before
             result = run.step(batch)

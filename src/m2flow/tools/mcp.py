@@ -294,7 +294,7 @@ class _ServerProcess:
                 with anyio.CancelScope() as self._running:
                     async with (
                         stdio_client(words, errlog=errors) as (read, write),
-                        ClientSession(_Watched(read, self._fall_silent), write) as session,
+                        ClientSession(_WatchedStream(read, self._fall_silent), write) as session,
                     ):
                         async with asyncio.timeout(START_SECONDS):
                             await session.initialize()
@@ -319,7 +319,7 @@ class _ServerProcess:
                         waiting.set_exception(ToolFailed(why))
 
 
-class _Watched:
+class _WatchedStream:
     """A stream of a process's messages that tells when no other can come.
 
     Args:

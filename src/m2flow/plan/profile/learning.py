@@ -230,7 +230,7 @@ def _finish(
     """
     by_replicas: dict[float, list[float]] = {}
     for one in samples:
-        by_replicas.setdefault(one.size, []).append(one.seconds)
+        by_replicas.setdefault(float(one.size), []).append(one.seconds)
     found = {replicas: fmean(some) for replicas, some in by_replicas.items()}
     if known is not None:
         least, most = known.points[0][0], known.points[-1][0]

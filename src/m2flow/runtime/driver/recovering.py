@@ -432,13 +432,13 @@ class FlowThatRecovers(FlowOnLanes):
         except (RunFailed, UserError):  # they are too few for a plan, and stay idle
             return
         try:
-            done = super().replan(plan)
-        except NoPlanStands as error:
+            done = self._replanned(plan, falls_back=False)
+        except (NotLoaded, NoPlanStands) as error:
             why = str(error).splitlines()[0]
             if self.pilot is not None:
                 self.pilot.refuse(plan, why)
             self._supervision.refuse(back, why)
-            raise
+            raise NoPlanStands(str(error)) from error.__cause__
         if self.pilot is not None:
             self.pilot.gone_over(plan, done.moved, done.seconds, lanes=True)
         new = self._supervision.returns(back, self.plan, begun)

@@ -215,10 +215,14 @@ class FlowOnLanes:
             PlanError: the plan does not fit.
             NotLoaded: a worker could not be brought up, or the states of all do not fit; what it
                 raised is chained. The run stands as it did.
-            NoPlanStands: likewise, and it does not stand: the plan before is for other lanes, or
-                lanes wait within a collective for the one that has failed.
+            NoPlanStands: likewise, and it does not stand: the plan before cannot be brought up
+                again, or lanes wait within a collective for the one that has failed.
             RunFailed: a lane was lost, or did not answer.
         """
+        return self._replanned(plan, falls_back=True)
+
+    def _replanned(self, plan: Plan, *, falls_back: bool) -> Replanned:
+        """Go on under another plan; without `falls_back` the one before is not brought up again."""
         start = time.perf_counter()
         self._check_idle("replan")
         self._settle()
@@ -242,9 +246,8 @@ class FlowOnLanes:
         self._stands = False  # until all lanes have gone over
         refused = self._refusal(plans, kept)
         if refused is not None:
-            before = {lane.id for lane in self._plans.everything.lanes}
-            gone = self._pool.spoiled or before != {lane.id for lane in plans.everything.lanes}
-            again = refused if gone else self._refusal(self._plans, kept)
+            stands = falls_back and not self._pool.spoiled
+            again = self._refusal(self._plans, kept) if stands else refused
             if again is not None:
                 raise NoPlanStands(_not_loaded(plan, refused)) from _cause(again)
         moving.drop_states(self._pool)
