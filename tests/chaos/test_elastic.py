@@ -221,11 +221,8 @@ def until_back(run: Run, more: int = 3) -> Iterator[Any]:
         step += 1
 
 
-@pytest.mark.parametrize("mode", ["collocated", "disaggregated", "auto"])
-def test_a_lane_that_comes_back_is_taken_in(
-    mode: str, pool: LanePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its first process does not come up; a later one starts beside the steps."""
+def refuse_one_restart(pool: LanePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a lane given up the first time that it is lost, and looked for all the time."""
     monkeypatch.setattr(supervision, "LOOK_SECONDS", 0.0)
     restart, refused = pool.restart, []
 
@@ -236,6 +233,14 @@ def test_a_lane_that_comes_back_is_taken_in(
         restart(some)
 
     monkeypatch.setattr(pool, "restart", refused_once)
+
+
+@pytest.mark.parametrize("mode", ["collocated", "disaggregated", "auto"])
+def test_a_lane_that_comes_back_is_taken_in(
+    mode: str, pool: LanePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first process does not come up; a later one starts beside the steps."""
+    refuse_one_restart(pool, monkeypatch)
     before = {lane: address.process_id for lane, address in pool.addresses.items()}
     death = Death("finish", 1, str(tmp_path))
     with start(pool, death, mode=mode, lane_restarts=2) as run:
@@ -327,16 +332,7 @@ class LoadedOnTwoAtMost(Judge):
 def test_a_lane_that_comes_back_and_cannot_be_loaded_is_given_up_again(
     waits: bool, pool: LanePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "LOOK_SECONDS", 0.0)
-    restart, refused = pool.restart, []
-
-    def refused_once(some: Any) -> None:
-        if not refused:
-            refused.append(some)
-            raise RunFailed("lanes have not come up")
-        restart(some)
-
-    monkeypatch.setattr(pool, "restart", refused_once)
+    refuse_one_restart(pool, monkeypatch)
     death = Death("finish", 1, str(tmp_path))
     learner, judge = (TwoAtMost, Judge) if waits else (Learner, LoadedOnTwoAtMost)
     flow = Training(sampler=Sampler(death), judge=judge(death), learner=learner(death))
