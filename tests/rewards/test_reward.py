@@ -18,7 +18,7 @@ import torch
 
 from m2flow.errors import UserError
 from m2flow.rewards import addition_reward, batched, gym_reward, math_reward
-from m2flow.rewards.event_loop import MOST_THREADS, run
+from m2flow.rewards.event_loop import MOST_THREADS, run_coroutine
 from m2flow.rewards.reward import (
     TIMEOUTS_IN_A_ROW,
     Judged,
@@ -280,7 +280,7 @@ def test_calls_in_threads_are_carried_out_by_few_threads() -> None:
 
         return await asyncio.gather(*(asyncio.to_thread(answer, n) for n in range(200)))
 
-    assert run(asks()) == [n * n for n in range(200)]
+    assert run_coroutine(asks()) == [n * n for n in range(200)]
     assert len(names) <= MOST_THREADS
 
 

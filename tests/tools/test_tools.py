@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -199,6 +200,23 @@ def test_a_coroutine_function_is_a_tool_and_runs_to_its_end() -> None:
 
     (answer,) = Toolbox([FunctionTool(later)]).carry_out([ToolCall("later", "Rome")])
     assert answer.text == "sun in Rome"
+
+
+def test_a_thread_of_a_coroutine_tool_that_hangs_does_not_hold_up_the_end_of_the_program() -> None:
+    code = (
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "import asyncio, threading\n"
+        "from m2flow.tools import Toolbox, ToolCall\n"
+        "from m2flow.tools.function import FunctionTool\n"
+        "async def ask(text: str) -> str:\n"
+        "    return await asyncio.to_thread(threading.Event().wait)\n"
+        "box = Toolbox([FunctionTool(ask)], seconds=0.5)\n"
+        "print(box.carry_out([ToolCall('ask', 'a')])[0].failure)\n"
+    )
+    words = [sys.executable, "-c", code]
+    ended = subprocess.run(words, check=False, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "tool ask: gave nothing within 0.5 s\n"
 
 
 def test_what_a_tool_does_wrong_costs_its_own_call() -> None:

@@ -21,7 +21,7 @@ MOST_THREADS = 32
 T = TypeVar("T")
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """What a coroutine returns or raises, in an event loop of its own, as by `asyncio.run`."""
 
     async def main() -> T:

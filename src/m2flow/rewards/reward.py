@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from m2flow.errors import UserError
 from m2flow.plan.machine import available_cores
-from m2flow.rewards.event_loop import run
+from m2flow.rewards.event_loop import run_coroutine
 from m2flow.user_code import FUNCTION, caught, user_function, what_raised
 
 SHORT_NAMES = {
@@ -248,7 +248,7 @@ def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]
     if getattr(function, "batched", False):
 
         def judge(*given: Any) -> Any:
-            found = run(function(*given)) if waits else function(*given)
+            found = run_coroutine(function(*given)) if waits else function(*given)
             # What a generator does, it does when it is asked: here, where the deadline holds.
             return list(found) if isinstance(found, Iterator) else found
 
@@ -269,7 +269,7 @@ def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]
         gave: dict[int, Any] = {}
 
         def await_all() -> None:
-            run(_awaited(function, rows, part, gave))
+            run_coroutine(_awaited(function, rows, part, gave))
 
         # In a thread, for this one may have an event loop already, as in a notebook.
         turns = -(-len(rows) // part.concurrency) + 1

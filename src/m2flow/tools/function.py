@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import typing
@@ -11,6 +10,7 @@ from types import NoneType, UnionType
 from typing import Any
 
 from m2flow.errors import UserError
+from m2flow.rewards.event_loop import run_coroutine
 from m2flow.tools.tool import ToolError
 
 _TYPES = {
@@ -59,7 +59,7 @@ class FunctionTool:
         for name in bound.arguments.keys() & self._kinds.keys():
             bound.arguments[name] = _read_as(self._kinds[name], name, bound.arguments[name])
         found = self._function(*bound.args, **bound.kwargs)
-        return str(asyncio.run(found) if inspect.iscoroutine(found) else found)
+        return str(run_coroutine(found) if inspect.iscoroutine(found) else found)
 
     def close(self) -> None:
         """A function holds nothing."""
