@@ -76,7 +76,7 @@ ENDED_BY = {
     "generation/vllm_served.py: _VllmWorkerProcess._wake": OWNER,
     "observe/dashboard/server.py: Dashboard.close": "the line before it, which stops the server",
     "observe/loggers.py: MlflowLogger._await_all_but": "MLflow, by MLFLOW_HTTP_REQUEST_TIMEOUT",
-    "rewards/event_loop.py: _DaemonThreads._work": THREAD,
+    "rewards/event_loop.py: DaemonThreads._work": THREAD,
     "rewards/sandbox.py: _converse": "nobody need: the pipes do not block",
     "rewards/symbolic.py: _ComparingProcess._reply": "nobody need: a reply is a few bytes",
     "rewards/symbolic.py: _ComparingProcess.kill": KILLED,

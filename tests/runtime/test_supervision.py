@@ -314,6 +314,9 @@ def test_a_lane_whose_gpu_another_knew_cannot_be_started_alone(
     assert not processes.call_back(lane)
     assert ended == ["made"]
     assert not processes.awaited
+    del processes.actors[0]
+    with pytest.raises(CannotHeal, match="lane 0, whose GPU lane 1 shares, was given up"):
+        processes.begin(lane)
 
 
 def test_a_lane_is_called_back_now_and_then_and_so_often() -> None:

@@ -25,13 +25,13 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """What a coroutine returns or raises, in an event loop of its own, as by `asyncio.run`."""
 
     async def main() -> T:
-        asyncio.get_running_loop().set_default_executor(_DaemonThreads())
+        asyncio.get_running_loop().set_default_executor(DaemonThreads())
         return await coroutine
 
     return asyncio.run(main())
 
 
-class _DaemonThreads(ThreadPoolExecutor):
+class DaemonThreads(ThreadPoolExecutor):
     """Carries calls out in daemon threads; a loop takes no executor of another type."""
 
     def __init__(self) -> None:

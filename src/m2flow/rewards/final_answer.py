@@ -55,7 +55,7 @@ _OTHER_CHOICE = re.compile(r"(?:and|or)\b|(?:.*\W)?or\s+\(?[A-Z]\b|(?:.*[\s,;])?
 _PHRASE = re.compile(r"(?i:\banswer\b)(?:\s+(?:is|was|equals)\b)?\s*[:=]?\s*([^\n]+)")
 
 
-def extract_answer(completion: str, *, numeric: bool = True) -> str | None:
+def extract_answer(completion: str, *, numeric: bool = True, choice: bool = False) -> str | None:
     """The final answer as it was written, or None where there is none.
 
     Args:
@@ -63,6 +63,7 @@ def extract_answer(completion: str, *, numeric: bool = True) -> str | None:
         numeric: whether the right answer is a plain number: decides what is looked for in a text
             without a box and without `####`. Where there are `<answer>` tags, that text is what
             stands in the last ones.
+        choice: whether it is the letter of a choice, which `answer is B) $4.5$` names.
     """
     has_box, boxed = _last_box(completion)
     if has_box:
@@ -78,7 +79,7 @@ def extract_answer(completion: str, *, numeric: bool = True) -> str | None:
         # A markdown heading (`#### Step 3`) or a sentence: what counts is the end of what follows,
         # and never what stood before.
         completion = completion[len(before) + len(marker) :]
-    return _last_number(completion) if numeric else _last_phrase(completion)
+    return _last_number(completion) if numeric else _last_phrase(completion, choice=choice)
 
 
 def right_letter(gold: str) -> str | None:
@@ -158,11 +159,16 @@ def _content(formula: re.Match[str]) -> str:
     return next(group for group in formula.groups() if group is not None)
 
 
-def _last_phrase(text: str) -> str | None:
-    """What stands after the last "answer is", else the last formula, else the last line."""
+def _last_phrase(text: str, *, choice: bool) -> str | None:
+    """What stands after the last "answer is", else the last formula, else the last line.
+
+    Of the first where it has a formula the formula alone, unless it names a `choice`.
+    """
     tail = text[-_WINDOW_CHARS:]
     phrase = _last(_PHRASE.finditer(tail))
     area = phrase.group(1) if phrase else tail
+    if choice and phrase and chosen_letter(area):
+        return area
     formula = _last(_FORMULA.finditer(area))
     if formula is not None:
         return _content(formula)

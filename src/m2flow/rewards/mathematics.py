@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from m2flow.rewards.final_answer import chosen_letter, extract_answer, right_letter
-from m2flow.rewards.number import read_number, same_number, sides
+from m2flow.rewards.number import read_number, same_number, sides, without_symbols
 from m2flow.rewards.reward import threaded
 from m2flow.rewards.symbolic import same_expression
 
@@ -37,8 +37,9 @@ def verify(gold: str, completion: str) -> float:
     Returns:
         1.0 where the final answer equals `gold`, else 0.0; 0.0 too where there is no answer.
     """
-    gold_number = read_number(gold)
-    answer = extract_answer(completion, numeric=gold_number is not None)
+    gold, completion = without_symbols(gold), without_symbols(completion)
+    gold_number, right = read_number(gold), right_letter(gold)
+    answer = extract_answer(completion, numeric=gold_number is not None, choice=right is not None)
     if answer is None:
         return 0.0
     if gold_number is not None:
@@ -48,6 +49,6 @@ def verify(gold: str, completion: str) -> float:
         number = read_number(answer)
         if number is not None:
             return float(same_number(gold_number, number))
-    elif (right := right_letter(gold)) and (chosen := chosen_letter(answer)):
+    elif right and (chosen := chosen_letter(answer)):
         return float(chosen == right)
     return float(same_expression(gold, answer))

@@ -9,6 +9,7 @@ completions.
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -92,6 +93,30 @@ _NUMERAL = re.compile(
     r"\(?(?P<digits>[0-9A-Z]*[0-9][0-9A-Z]*)\)?_\{?\(?(?P<base>[0-9]{1,2})\)?\}?", re.ASCII
 )
 _EQUALS = re.compile(r"(?<![<>!≤≥≠:])=(?!=)")
+
+_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉"
+_SYMBOL = re.compile(
+    rf"(?P<raised>[{_RAISED}]+)|(?P<lowered>[{_LOWERED}]+)|(?P<fraction>[¼-¾⅐-⅞])"
+    r"|√\s*(?:\((?P<under>[^()]*)\)|(?P<few>[0-9]+(?:\.[0-9]+)?|[A-Za-z])|(?=\{))"
+)
+
+
+def without_symbols(text: str) -> str:
+    """Unicode's raised and lowered figures, fractions and roots in LaTeX: `x²` is `x^{2}`."""
+
+    def written(symbol: re.Match[str]) -> str:
+        plain = unicodedata.normalize("NFKC", symbol[0]).replace("\N{MINUS SIGN}", "-")
+        if symbol["raised"]:
+            return f"^{{{plain}}}"
+        if symbol["lowered"]:
+            return f"_{{{plain}}}"
+        if symbol["fraction"]:
+            top, _, bottom = plain.partition("\N{FRACTION SLASH}")
+            return rf"\frac{{{top}}}{{{bottom}}}"
+        under = symbol["under"] or symbol["few"]
+        return rf"\sqrt{{{under}}}" if under else r"\sqrt"
+
+    return _SYMBOL.sub(written, text)
 
 
 def tidy(text: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,3 +51,23 @@ def test_each_costs_its_own_call(function: Callable[..., Any], concurrency: int)
     assert told[2].startswith("the agent raised SystemExit: 0 (test_agents.py:")
     assert told[3].startswith("the agent raised CancelledError (test_agents.py:")
     assert ended.empty()
+
+
+def test_a_call_in_a_thread_that_never_returns_does_not_hold_up_the_end() -> None:
+    program = """
+import asyncio, queue, threading
+from m2flow.workloads.agentic.endpoint.agents import Agents, Endpoint
+
+async def agent(problem, endpoint):
+    await asyncio.to_thread(threading.Event().wait)
+
+ended = queue.SimpleQueue()
+agents = Agents(agent, 1, 0.1, ended)
+agents.begin(0, {}, Endpoint("", ""))
+print(ended.get(timeout=60)[1])
+agents.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "the agent did not end within 0.1 s\n"

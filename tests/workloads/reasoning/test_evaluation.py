@@ -137,6 +137,8 @@ def test_what_does_not_fit_is_said_in_words_of_the_command_line(
         ),
         ("C", [r"\boxed{A}", r"\boxed{\text{C}}", r"\boxed{(C)}"], 1),
         ("C", [r"\boxed{A}", r"\boxed{C) 4.5 eV}", r"\boxed{Option C}"], 1),
+        ("C", [r"\boxed{A}", "The answer is C) $4.5$", r"\boxed{Option C}"], 1),
+        ("x²", [r"\boxed{x}", r"\boxed{x²}", r"\boxed{x^{2}}"], 1),
     ],
 )
 def test_the_answer_that_most_give(gold: str, texts: list[str], winner: int | None) -> None:

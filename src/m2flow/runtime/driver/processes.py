@@ -277,12 +277,19 @@ class LaneProcesses:
         return ready
 
     def _visible_gpus(self, beside: Mapping[int, int], deadline: float) -> dict[int, str]:
-        """What each lane that shares another's GPU is to see, if its worker does not say."""
+        """What each lane that shares another's GPU is to see, if its worker does not say.
+
+        Raises:
+            RunFailed: the other lane was given up, or does not answer in time.
+            RayError: its process has ended.
+        """
         by_id = {lane.id: lane for lane in self.lanes}
         asked = {}
         for lane, owner in beside.items():
             setup = self._isolated.get(by_id[lane].reserved_for or "")
             if setup is None or VISIBLE not in dict(setup.environment):
+                if owner not in self.actors:
+                    raise RunFailed(f"lane {owner}, whose GPU lane {lane} shares, was given up")
                 asked[lane] = self.actors[owner].visible_gpus.remote()
         owners = [beside[lane] for lane in asked]
         found = self._await_ready(owners, list(asked.values()), deadline)

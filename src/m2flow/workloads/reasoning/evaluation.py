@@ -17,7 +17,7 @@ from m2flow.flow import Flow, Stream
 from m2flow.generation.supported import ENGINES, check_installed
 from m2flow.plan import parse_lanes, with_memory
 from m2flow.rewards.final_answer import chosen_letter, extract_answer, right_letter
-from m2flow.rewards.number import read_number
+from m2flow.rewards.number import read_number, without_symbols
 from m2flow.rewards.symbolic import canonical
 from m2flow.workloads.common.examining import deadline_of, examined
 from m2flow.workloads.common.recipe import Recipe
@@ -191,11 +191,12 @@ def majority(texts: Sequence[str], gold: str) -> int | None:
 
     Source: Wang et al. 2022 (arXiv 2203.11171), self-consistency.
     """
+    gold = without_symbols(gold)
     numeric, votes = read_number(gold) is not None, Counter[Any]()
     lettered = right_letter(gold) is not None
     first: dict[Any, int] = {}
     for place, text in enumerate(texts):
-        answer = extract_answer(text, numeric=numeric)
+        answer = extract_answer(without_symbols(text), numeric=numeric, choice=lettered)
         if answer is None:
             continue
         number = read_number(answer)

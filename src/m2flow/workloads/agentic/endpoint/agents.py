@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from m2flow.rewards.event_loop import DaemonThreads
 from m2flow.user_code import caught, what_raised
 from m2flow.workloads.agentic.endpoint.server import MODEL
 
@@ -64,6 +65,7 @@ class Agents:
         self._loop: asyncio.AbstractEventLoop | None = None
         if inspect.iscoroutinefunction(function):
             self._loop, self._turns = asyncio.new_event_loop(), asyncio.Semaphore(concurrency)
+            self._loop.set_default_executor(DaemonThreads())
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
             return
         self._due: queue.SimpleQueue[Any] = queue.SimpleQueue()
