@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -775,6 +776,56 @@ def test_a_metric_that_several_stages_give_is_that_of_each(
         assert run.step(prompts(2)).metrics == metrics
 
 
+class Own(Two):
+    """Has a `finish` of its own in place of its parent's."""
+
+    def first_finish(self) -> dict[str, float]:
+        return {"mine": 3.0, **super().first_finish()}
+
+
+def test_a_subclass_may_have_a_finish_of_its_own() -> None:
+    flow = TwoLearners(policy=Own(0.0), critic=Two(0.0), stages=("policy.first",))
+    with start(flow, 2) as run:
+        assert run.step(prompts(2)).metrics == {"mine": 3.0, "loss": 1.5, "alone": 1.5}
+
+
+class Wrong(Worker):
+    """Gives whatever as its metrics."""
+
+    def __init__(self, metrics: object) -> None:
+        self.metrics = metrics
+
+    @stage(accumulates=True)
+    def train(self, batch: Batch) -> None:
+        return None
+
+    @train.finish
+    def train_finish(self) -> Any:
+        return self.metrics
+
+
+class Trains(Flow):
+    worker: Wrong
+
+    def step(self, items: Stream) -> Stream:
+        return self.worker.train(items)
+
+
+@pytest.mark.parametrize("value", [None, "3", torch.ones(2), [1.0]])
+def test_a_metric_that_is_no_number_is_refused_by_name(value: object) -> None:
+    with start(Trains(worker=Wrong({"fine": torch.tensor(2), "odd": value})), 2) as run:
+        with pytest.raises(UserError, match=r"^worker\.train: its finish .* metric 'odd'"):
+            run.step(prompts(2))
+
+
+def test_a_finish_gives_metrics_or_nothing() -> None:
+    with start(Trains(worker=Wrong(3.0)), 2) as run:
+        with pytest.raises(UserError, match=r"^worker\.train: its finish returned no metrics"):
+            run.step(prompts(2))
+    with start(Trains(worker=Wrong({"size": torch.tensor(2)})), 2) as run:
+        assert run.step(prompts(2)).metrics == {"size": 2.0}
+
+
 # --- steps that are refused -----------------------------------------------------------------------
 
 
@@ -785,9 +836,17 @@ def test_a_step_of_another_number_of_items_is_refused() -> None:
         assert run.step(prompts(4)).output["y"].tolist() == [0, 2, 4, 6]
 
 
-def test_an_empty_step_is_refused() -> None:
-    with start(Doubling(), 0) as run, pytest.raises(UserError, match="at least one item"):
-        run.step(prompts(0))
+@pytest.mark.parametrize("count", [0, -1, "4", None])
+def test_a_step_of_no_number_of_items_is_refused(count: Any) -> None:
+    with pytest.raises(UserError, match=r"^items_per_step: .*expected a whole number of at least 1"):
+        start(Doubling(), count)
+    with pytest.raises(UserError, match=r"^also\.step2: .*expected a whole number of at least 1"):
+        m2flow.launch(Doubling(), items_per_step=4, also={"step2": count})
+    if count is not None:
+        with pytest.raises(UserError, match=r"^num_threads: .*at least 1"):
+            start(Doubling(), 4, num_threads=count)
+        with pytest.raises(UserError, match=r"^lane_memory: .*at least 1"):
+            m2flow.launch(Doubling(), items_per_step=4, lane_memory=count)
     with start(training(), 2, also={"evaluate": 2}) as run:
         with pytest.raises(UserError, match="at least one item"):
             run.run_method("evaluate", prompts(0))

@@ -355,6 +355,16 @@ def test_a_step_without_stages() -> None:
     assert refused(lambda self, x: x) == "Toy.step: calls no stage on its items"
 
 
+def test_a_step_that_returns_what_it_was_given() -> None:
+    def step(self: Any, x: Stream) -> Stream:
+        self.model.train(x)
+        return x
+
+    message = refused(step)
+    assert message.startswith("Toy.step: returns the items that it was given")
+    assert "return what a stage makes of them" in message
+
+
 def test_constants_go_by_keyword_and_streams_by_position() -> None:
     message = refused(lambda self, x: self.model.merge(x, 3))
     assert message.startswith("model.merge: takes Streams as positional arguments and constants")

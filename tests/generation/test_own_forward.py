@@ -324,3 +324,20 @@ def test_what_cannot_be_drawn_from_is_refused(config: dict[str, Any], message: s
     with pytest.raises(UserError, match=f"(?s){message}") as caught:
         check_supported(config)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "dots1", "glm4_moe"])
+def test_what_transformers_keeps_in_float32_is_so_here_too(kind: str, tmp_path: Path) -> None:
+    """The bias by which experts are chosen: in bfloat16 other experts would be."""
+    sizes = {**_SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4}
+    groups = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    own = {**ranks, "v_head_dim": 8} if kind == "deepseek_v3" else {"head_dim": 8}
+    config = CONFIG_MAPPING[kind](**sizes, **groups, **own)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    engine: Any = NativeEngine(read.config, dtype=torch.bfloat16, max_running=2)
+    engine.install(read.state_dict(), 0)
+    there = {name: x.dtype for name, x in engine._decoder._model.state_dict().items()}
+    assert there == {name: x.dtype for name, x in read.state_dict().items()}
+    assert torch.float32 in there.values()

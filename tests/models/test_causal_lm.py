@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from m2flow.errors import UserError
@@ -147,6 +148,28 @@ def test_a_tokenizer_beside_a_qwen2_model_stays_what_it_is(folder: Path) -> None
         assert back(text).input_ids == tokenizer(text).input_ids
         assert back.decode(back(text).input_ids) == text
         assert len(back) == len(tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["llama", "starcoder2", "qwen2"])
+def test_a_tokenizer_of_bytes_splits_as_its_file_says(kind: str, tmp_path: Path) -> None:
+    """Classes such as GPT2Tokenizer split otherwise: line breaks one by one, digits together."""
+    said = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    said.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(False)])
+    said.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False
+    )
+    said.train_from_iterator(["Steps:\n\n1. add 25\n\n2. mul 125\n\n"] * 50, trainer)
+    said.save(str(tmp_path / "tokenizer.json"))
+    declared = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<eos>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    text = "Steps:\n\n1. add 125\n\n2. mul"
+    read = load_tokenizer(tmp_path)
+    assert read(text).input_ids == said.encode(text).ids
+    assert read.eos_token == "<eos>"
 
 
 def test_a_tokenizer_without_eos(folder: Path) -> None:

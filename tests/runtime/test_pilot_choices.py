@@ -261,6 +261,20 @@ def test_steps_in_flight_when_the_turn_of_their_plan_ends_are_not_the_next_ones(
     assert [one.measured for one in pilot.race.entrants] == [[1.0], []]
 
 
+def test_where_the_pipeline_is_emptied_after_each_step_its_steps_count() -> None:
+    """As for a checkpoint of each step: no step is ever taken with a full pipeline."""
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS, max_staleness=1)
+    first, other = replace(pilot.plan, max_staleness=1), replace(pilot.plan, order=("joined",))
+    pilot.race = Race([Entrant("first", first, 1.0), Entrant("other", other, 1.0)], 8)
+    pilot.gone_over(first, (), 0.0)
+    for step, seconds in enumerate((5.0, 4.0, 3.0, 2.0)):
+        pilot.begins_with_none_in_flight()
+        pilot.note(result_of(step, [], 0.0, seconds), first)
+        if pilot.race.current.plan is not first:
+            break
+    assert [one.measured for one in pilot.race.entrants] == [[3.0], []]
+
+
 def test_first_calls_that_are_the_only_ones_of_their_step_are_no_price() -> None:
     """Each lane has one call of each stage in a collocated step, and compiles in the first."""
     kept: list[Profile] = []

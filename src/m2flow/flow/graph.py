@@ -173,8 +173,14 @@ def build_graph(trace: Recording, output: Stream, method: str) -> FlowGraph:
     """
     if output.trace is not trace:
         raise FlowError("returned a Stream of another flow", key=method)
-    if not trace.calls or output.producer is None:
+    if not trace.calls:
         raise FlowError("calls no stage on its items", key=f"{trace.flow_name}.{method}")
+    if output.producer is None:
+        raise FlowError(
+            "returns the items that it was given",
+            key=f"{trace.flow_name}.{method}",
+            hint="return what a stage makes of them, such as `return self.learner.train(items)`",
+        )
     names = _unique_names(trace)
     chains: dict[int, tuple[int, ...]] = {SOURCE: ()}
     nodes: list[StageNode] = []

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from m2flow.errors import UserError
 from m2flow.generation.causal_lms import OTHER_ENGINE, check_causal_lm
@@ -70,6 +71,7 @@ class OwnForward:
         with no_init_weights(), device:
             made = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
             self._model: Any = made.eval()
+            _widen(self._model, dtype)
         self._model.tie_weights()
         self._config = self._model.config
         context = getattr(config, "max_position_embeddings", None) or UNBOUNDED
@@ -289,6 +291,30 @@ class OwnSlots:
     def spans(self, lengths: Sequence[int]) -> list[RowSpan]:
         """One, of all rows."""
         return [RowSpan.of(lengths)]
+
+
+def _widen(model: Any, dtype: torch.dtype) -> None:
+    """Have in float32 what transformers keeps so in a model of 16 bits that it reads from a folder.
+
+    Such as the bias by which DeepSeek-V3 chooses experts. Models made of a configuration, as here,
+    have all of it in their dtype.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        return
+    kept = set(model._keep_in_fp32_modules_strict or ())
+    if dtype is torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    patterns = [re.compile(name.replace("*", ".*")) for name in kept]
+    for prefix, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                path = f"{prefix}.{name}"
+                if tensor is None or not tensor.is_floating_point():
+                    continue
+                if any(pattern.search(path) for pattern in patterns):
+                    wide = tensor.detach().float()
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    tensors[name] = nn.Parameter(wide, False) if is_parameter else wide
 
 
 def _filled(cache: Any) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -204,6 +205,26 @@ def _report_held_back() -> Iterator[None]:
             logger.handle(record)
 
 
+def _splits_otherwise(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
+    """Whether a tokenizer of bytes normalises or splits text otherwise than its file says.
+
+    Classes such as GPT2Tokenizer have their own way, and a file that declares one may have another,
+    such as digits one by one.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or not file.is_file():
+        return False
+    made, said = tokenizer.backend_tokenizer, Tokenizer.from_file(str(file))
+    if b"ByteLevel" not in _state(said.pre_tokenizer):
+        return False
+    pairs = (made.normalizer, said.normalizer), (made.pre_tokenizer, said.pre_tokenizer)
+    return any(_state(one) != _state(other) for one, other in pairs)
+
+
+def _state(part: Any) -> bytes:
+    """What a part of a tokenizer does, as JSON; of none, nothing."""
+    return b"" if part is None else bytes(part.__getstate__())
+
+
 def load_tokenizer(path: str | Path, *, ends: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder of Hugging Face layout.
 
@@ -223,6 +244,8 @@ def load_tokenizer(path: str | Path, *, ends: bool = True) -> PreTrainedTokenize
     generic = declared in _GENERIC_TOKENIZERS and (folder / "tokenizer.json").is_file()
     reader = PreTrainedTokenizerFast if generic else AutoTokenizer
     tokenizer: PreTrainedTokenizerBase = from_folder(reader, folder)
+    if not generic and _splits_otherwise(tokenizer, folder / "tokenizer.json"):
+        tokenizer = from_folder(PreTrainedTokenizerFast, folder)
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
         raise UserError(
             "the tokenizer has no vocabulary: it would make no token of any text",

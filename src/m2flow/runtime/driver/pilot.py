@@ -128,6 +128,7 @@ class Pilot:
         self._evidence = Evidence(graph)
         self._last: deque[tuple[Plan, StepResult]] = deque(maxlen=PATIENCE)
         self._uncounted, self._seconds = 1, list[float]()
+        self._in_a_row, self._short = 0, 0
         self._done, self._since, self._finer = 0, 0, False
         self._failed: list[Entrant] = []
         self._not_loaded: list[Plan] = []
@@ -149,6 +150,7 @@ class Pilot:
     def note(self, result: StepResult, plan: Plan) -> None:
         """Take in a step that ran under the present plan, which `plan` is with known sizes."""
         self._done, self._since = result.step + 1, self._since + 1
+        self._in_a_row += 1
         self._evidence.add(plan, [result], warm=self._since > 1)
         self._last.append((plan, replace(result, output=NO_ITEMS)))
         if self._uncounted:
@@ -181,8 +183,16 @@ class Pilot:
         )
 
     def begins_with_none_in_flight(self) -> None:
-        """Note that the next steps fill the pipeline anew, so that they take longer than others."""
-        self._uncounted = max(self._uncounted, self.plan.max_staleness)
+        """Note that the next steps fill the pipeline anew, so that they take longer than others.
+
+        Where it is emptied again and again before it was full, such as for a checkpoint of each
+        step, there are no others, and these steps count.
+        """
+        staleness = self.plan.max_staleness
+        self._short = self._short + 1 if 0 < self._in_a_row <= staleness else 0
+        self._in_a_row = 0
+        if self._short < 2:
+            self._uncounted = max(self._uncounted, staleness)
 
     def begins_cold(self) -> None:
         """Note that workers were brought up anew: the next step takes longer than others."""

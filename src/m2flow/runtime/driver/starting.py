@@ -34,14 +34,29 @@ LANE_RESTARTS = 3
 """How often each lane may be started again in a run, unless it is said otherwise."""
 
 
+def check_count(key: str, count: int) -> None:
+    """Refuse what is no whole number above 0.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not isinstance(count, int) or count < 1:
+        raise UserError(
+            "is a number of things", key=key, value=count, expected="a whole number of at least 1"
+        )
+
+
 def methods_of(
     flow: Flow, items_per_step: int, also: Mapping[str, int] = MappingProxyType({})
 ) -> Methods:
     """What a run of a flow can do; `also` as for `launch`.
 
     Raises:
-        UserError: `also` names the step.
+        UserError: `also` names the step, or a number of items is none.
     """
+    check_count("items_per_step", items_per_step)
+    for method, count in also.items():
+        check_count(f"also.{method}", count)
     if STEP in also:
         raise UserError(
             "is what a run does anyway", key=f"also.{STEP}", hint="its items are `items_per_step`"
@@ -63,6 +78,8 @@ def in_this_process(
     """The run of an eager plan: all in this process, which has as many threads afterwards."""
     import torch
 
+    if num_threads is not None:
+        check_count("num_threads", num_threads)
     lane = plans.by_method[STEP].lanes[0]
     threads = num_threads or max(1, len(lane.cores))
     device = "cpu" if lane.kind == "cpu" else "cuda:0"
@@ -93,7 +110,10 @@ def specs_of(
         specs = parse_lanes(lanes)
     else:
         specs = lanes.lanes if hasattr(lanes, "lanes") else lanes
-    return specs if lane_memory is None else with_memory(specs, lane_memory)
+    if lane_memory is None:
+        return specs
+    check_count("lane_memory", lane_memory)
+    return with_memory(specs, lane_memory)
 
 
 def isolation_of(flow: Flow) -> dict[str, Isolation]:

@@ -347,11 +347,19 @@ class LaneHost:
         )
 
     def finish(self, flow: str, command: RunFinish) -> dict[str, float]:
-        """Run the `finish` of an accumulating stage; the metrics it returns."""
+        """Run the `finish` of an accumulating stage, or what a subclass has in place of it; the
+        metrics it returns.
+
+        Raises:
+            UserError: it returns something else than metrics.
+        """
         node = self.graphs[flow].nodes[command.node]
         worker = self.workers[node.worker]
         finish = getattr(type(worker), node.method).finish_function
-        return dict(finish(worker) or {})
+        name = finish.__name__
+        if any(vars(one).get(name) is finish for one in type(worker).__mro__):
+            finish = getattr(type(worker), name)
+        return _metrics(node, finish(worker))
 
     def move(self, command: MoveState) -> Report:
         """Offload or onload a worker."""
@@ -410,12 +418,41 @@ def joined_exits(graph: FlowGraph, producers: Collection[int], join: Callable[[]
         ) from error
 
 
+def _metrics(node: StageNode, found: object) -> dict[str, float]:
+    """What a stage's `finish` has returned, each as a number.
+
+    Raises:
+        UserError: it is no mapping of names to numbers.
+    """
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise UserError(
+            "its finish returned no metrics",
+            key=node.name,
+            value=type(found).__name__,
+            expected="a mapping of names to numbers, or None",
+        )
+    metrics = {}
+    for name, value in found.items():
+        try:
+            metrics[name] = float("no text" if isinstance(value, str) else value)
+        except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
+            raise UserError(
+                f"its finish returned a metric {name!r} that is no number",
+                key=node.name,
+                value=value,
+                expected="a number",
+            ) from None
+    return metrics
+
+
 def _without_graph(batch: Batch) -> Batch:
     """The items as another lane gets them: no gradient flows back to the stage that made them."""
     detached: dict[str, Column] = {}
     for name, column in batch.columns.items():
         values = column.values if isinstance(column, Ragged) else column
-        if getattr(values, "grad_fn", None) is not None:
+        if getattr(values, "requires_grad", False):  # a parameter too, which has no `grad_fn`
             values = values.detach()
             ragged = isinstance(column, Ragged)
             detached[name] = Ragged(values, column.lengths) if ragged else values
