@@ -166,12 +166,62 @@ def test_a_checkpoint_in_bfloat16_acts_and_is_judged(noise: Any, tmp_path: Path)
     options = FlowOptions(action_size=3, cameras=CAMERAS, noise=noise, critic=True)
     half = load_pi0(tmp_path, options, torch.bfloat16)
     output = half.act(seen, seeds=SEEDS)
-    assert output.tokens.dtype == torch.bfloat16
+    assert output.tokens.dtype == output.logprobs.dtype == torch.float32
     judged = half.evaluate(seen, output.tokens)
     torch.testing.assert_close(judged.logprobs, output.logprobs, rtol=0.1, atol=0.1)
     judged.logprobs.sum().backward()
     if half.noise_network is not None:
         assert all(p.grad is not None and p.grad.any() for p in half.noise_network.parameters())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("noise", ["sde", "network"])
+def test_the_path_of_a_bfloat16_checkpoint_is_float32(noise: Any) -> None:
+    """Rounded to bfloat16, a point was off by more than a small deviation, and log-probabilities
+    by units. The oracle is the path in float64, from the same velocities."""
+    model, seen = policy(noise, noise_level=0.05, std_range=(0.005, 0.01)), observations()
+    model.model.to(torch.bfloat16)
+    velocity_of, transition_of = model._velocity, model._transition
+    velocities: list[Tensor] = []
+    log_stds: list[Tensor] = []
+
+    def velocity(scene: Any, x: Tensor, time: float) -> tuple[Tensor, Tensor]:
+        found, hidden = velocity_of(scene, x, time)
+        velocities.append(found)
+        return found, hidden
+
+    def transition(scene: Any, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        mean, log_std = transition_of(scene, x, step)
+        log_stds.append(log_std)
+        return mean, log_std
+
+    model._velocity, model._transition = velocity, transition
+    output = model.act(seen, seeds=SEEDS)
+    drawn = standard_normal(torch.tensor(SEEDS), 5 * 4 * 5).view(3, 5, 4, 5)
+    path = output.tokens.double().split(5, dim=-1)
+    point, d = drawn[:, 0], 1 / 4
+
+    def moments(x: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        t, v = 1 - step * d, velocities[step].double()
+        if noise == "network":
+            return x - d * v, log_stds[step].double().exp()
+        s = 0.05 * (t / (1 - min(t, 1 - d))) ** 0.5
+        mean = x - d * v - d * s * s / (2 * t) * (x + (1 - t) * v)
+        return mean, torch.tensor(s * d**0.5).double()
+
+    for step in range(4):
+        mean, std = moments(point, step)
+        point = mean + std * drawn[:, step + 1]
+        torch.testing.assert_close(path[step + 1], point, rtol=1e-6, atol=1e-6)
+    acted = output.logprobs.double().split(3, dim=-1)
+    velocities.clear()
+    log_stds.clear()
+    judged = model.evaluate(seen, output.tokens).logprobs.double().split(3, dim=-1)
+    for step in range(4):
+        mean, std = moments(path[step], step)
+        oracle = torch.distributions.Normal(mean, std).log_prob(path[step + 1])[..., :3]
+        torch.testing.assert_close(acted[step + 1], oracle, rtol=1e-4, atol=2e-3)
+        torch.testing.assert_close(judged[step + 1], oracle, rtol=1e-4, atol=2e-3)
 
 
 @pytest.mark.parametrize("noise", ["sde", "network"])

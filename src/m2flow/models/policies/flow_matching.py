@@ -12,7 +12,8 @@ has one:
 
 Tokens are the whole path: coordinates (S + 1) * A per action, first the noise, last the action.
 Their log-probabilities sum to that of the path. Greedy acting follows the plain equation from the
-item's own noise.
+item's own noise. Path, means, deviations and log-probabilities are float32, whatever the network
+computes in: a small deviation is less than the spacing of bfloat16 numbers.
 
 Where fewer actions are carried out than the checkpoint decides on (K of H), those that are not
 stand behind those that are, in rows k, k + K, k + 2K and so on of an action k, and count for
@@ -139,7 +140,7 @@ class FlowMatchingPolicy(Policy):
         scene = self._scene(observations)
         seed_B = seed_tensor(seeds, scene.state.device)
         drawn = (self.steps + 1) * self.horizon * self.coordinates
-        noise = standard_normal(seed_B, drawn).to(scene.state.dtype)
+        noise = standard_normal(seed_B, drawn).float()
         noise = noise.view(len(seeds), self.steps + 1, self.horizon, self.coordinates)
         path = [noise[:, 0]]
         logprobs = [normal_logprob(path[0], torch.zeros(()), torch.zeros(()))]
@@ -202,44 +203,43 @@ class FlowMatchingPolicy(Policy):
         return split.transpose(1, 2).reshape(batch, self.chunk, -1)
 
     def _counted(self, figures: Sequence[Tensor]) -> Tensor:
-        """Return such rows of figures [B, H, coordinates] of each point, in float32.
+        """Return such rows of figures [B, H, coordinates] of each point.
 
         Of the coordinates that an action has; zeros for actions that are not carried out.
         """
-        figures_BHD = torch.cat([some[..., : self.size] for some in figures], dim=-1).float()
+        figures_BHD = torch.cat([some[..., : self.size] for some in figures], dim=-1)
         carried_out = torch.arange(self.horizon, device=figures_BHD.device) < self.chunk
         return self._rows(figures_BHD * carried_out[:, None])
 
     def _transition(self, scene: _Scene, x_BKA: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return mean and log standard deviation of the next point of the path."""
+        """Return mean and log standard deviation of the next point of the path, float32."""
         time, width = self._time(step), 1.0 / self.steps
         velocity, hidden = self._velocity(scene, x_BKA, time)
         if self.noise_network is not None:
             low, high = (torch.tensor(bound).log() for bound in self.options.std_range)
             share = torch.sigmoid(self.noise_network(hidden.float()))  # its weights are float32
-            return x_BKA - width * velocity, (low + share * (high - low)).to(x_BKA.dtype)
+            return x_BKA - width * velocity, low + share * (high - low)
         sigma = self.options.noise_level * (time / (1 - min(time, 1 - width))) ** 0.5
         score = sigma**2 / (2 * time) * (x_BKA + (1 - time) * velocity)
         mean = x_BKA - width * (velocity + score)
-        log_std = torch.full((), sigma * width**0.5, device=mean.device).log()
-        return mean, log_std.to(mean.dtype)
+        return mean, torch.full((), sigma * width**0.5, device=mean.device).log()
 
     def _time(self, step: int) -> float:
         return 1.0 - step / self.steps
 
     def _velocity(self, scene: _Scene, x_BKA: Tensor, time: float) -> tuple[Tensor, Tensor]:
-        """Return the velocity [B, K, A] and the action expert's hidden state [B, K, width]."""
+        """Return the velocity, float32 [B, K, A], and the expert's hidden state [B, K, width]."""
         model = self.model
         time_B = torch.full((len(x_BKA),), time, device=x_BKA.device)
         output = model.model(
-            action_embeds=model.embed_action_time(scene.state, x_BKA, time_B),
+            action_embeds=model.embed_action_time(scene.state, x_BKA.to(scene.state.dtype), time_B),
             attention_mask=scene.mask,
             past_key_values=scene.cache,
         )
         # The prefix alone stays: a step does not see the steps before it.
         scene.cache.crop(scene.mask.shape[1] - scene.cache.get_seq_length())
         hidden = output.last_hidden_state[:, -self.horizon :]
-        return model.action_out_proj(hidden), hidden
+        return model.action_out_proj(hidden).float(), hidden
 
     def _scene(self, observations: Observations) -> _Scene:
         model, device = self.model, self.model.device
@@ -293,15 +293,14 @@ class FlowMatchingPolicy(Policy):
         return F.pad(state_BS, (0, limit - state_BS.shape[1]))
 
     def _environment_actions(self, actions_BKA: Tensor) -> Tensor:
-        actions = actions_BKA.float()
         if self.options.action_mean is not None:
-            mean = actions.new_tensor(self.options.action_mean)
-            std = actions.new_tensor(self.options.action_std or (1.0,))
-            actions = actions * (std + 1e-8) + mean
+            mean = actions_BKA.new_tensor(self.options.action_mean)
+            std = actions_BKA.new_tensor(self.options.action_std or (1.0,))
+            actions_BKA = actions_BKA * (std + 1e-8) + mean
         if self.options.low is None or self.options.high is None:
-            return actions
-        low, high = (actions.new_tensor(end) for end in (self.options.low, self.options.high))
-        return actions.clamp(low, high)
+            return actions_BKA
+        low, high = (actions_BKA.new_tensor(end) for end in (self.options.low, self.options.high))
+        return actions_BKA.clamp(low, high)
 
     def _own_actions(self, actions_BHA: Tensor) -> Tensor:
         """Scale an environment's actions as the model has them, and pad them with zeros."""
