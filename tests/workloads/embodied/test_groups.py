@@ -11,8 +11,12 @@ from torch.distributions import Normal
 
 from m2flow.flow import Batch, Ragged
 from m2flow.models.policies.actor_critic import mlp_actor_critic
+from m2flow.models.policies.flow_matching import FlowOptions, tiny_pi0
 from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.embodied import objective
+from m2flow.workloads.embodied.config import EmbodiedAlgorithmSection
 from m2flow.workloads.embodied.learning import PolicyUpdate
+from m2flow.workloads.embodied.turns import TrainingTurns
 from m2flow.workloads.embodied.workers.stages import group_advantage, outcome
 
 GROUP, CHUNK, ACTION = 4, 2, 3
@@ -151,3 +155,50 @@ def test_the_gradient_is_that_of_a_slow_computation(
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
         else:
             assert not bool(gradient.any()), name
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean-token-mean"])
+def test_pi0_counts_tokens_of_the_actions_that_were_carried_out_alone(mode: Any) -> None:
+    """Those of the horizon behind the chunk were counted too, with a ratio of 1 and an entropy of
+    0; and the share of an episode's token was that of coordinates that pi0 pads actions with.
+    The chunk is of two actions in a horizon of four; of the second turn one was carried out.
+    """
+    policy = tiny_pi0(["lift it"], FlowOptions(ACTION, chunk=CHUNK), state_size=4, chunk=2 * CHUNK)
+    random = torch.Generator().manual_seed(0)
+    seen = {
+        "image": torch.randint(0, 256, (3, 32, 32, 3), generator=random).byte(),
+        "state": torch.randn(3, 4, generator=random),
+        "instruction": ["lift it"] * 3,
+    }
+    drawn = policy.act(seen, seeds=range(3))
+    old = drawn.logprobs + 0.2 * torch.randn(drawn.logprobs.shape, generator=random)
+    steps, advantages, episodes = [CHUNK, 1, CHUNK], [0.5, 0.5, -1.0], [0, 0, 1]
+    turns = TrainingTurns(
+        seen, torch.tensor(episodes), torch.tensor([0, 1, 0]), drawn.tokens, old,
+        torch.tensor(steps), torch.tensor(advantages).double(), None, None,
+    )  # fmt: skip
+    algorithm = EmbodiedAlgorithmSection(name="grpo", level="token", aggregation=mode)
+    some = turns.examples("token", 1.0, by_episode=mode != "token-mean")
+    with torch.no_grad():
+        judged = policy.evaluate(seen, drawn.tokens)
+    sums = objective.wanted(judged, some, algorithm, 1.0, 1.0).sums.tolist()
+    found = dict(zip(objective.SUMS, sums, strict=True))
+
+    losses: list[list[float]] = [[], []]
+    entropy = 0.0
+    for turn, (taken, advantage) in enumerate(zip(steps, advantages, strict=True)):
+        for action in range(taken):
+            for token in range((policy.steps + 1) * ACTION):
+                place = turn, action, token
+                ratio = float((judged.logprobs[place] - old[place]).exp())
+                kept = min(max(ratio, 0.8), 1.2)
+                losses[episodes[turn]].append(max(-ratio * advantage, -kept * advantage))
+                entropy += float(judged.entropy[place])
+    means = [statistics.fmean(some) for some in losses]
+    total = statistics.fmean([one for some in losses for one in some])
+    wanted_loss = total if mode == "token-mean" else statistics.fmean(means)
+    assert found["counted"] == sum(steps) * (policy.steps + 1) * ACTION
+    assert found["loss"] / found["denominator"] == pytest.approx(wanted_loss, rel=1e-4)
+    assert found["entropy"] == pytest.approx(entropy, rel=1e-4)
+    if mode != "token-mean":
+        assert found["denominator"] == pytest.approx(2), "episodes"

@@ -16,8 +16,8 @@ item's own noise. Path, means, deviations and log-probabilities are float32, wha
 computes in: a small deviation is less than the spacing of bfloat16 numbers.
 
 Where fewer actions are carried out than the checkpoint decides on (K of H), those that are not
-stand behind those that are, in rows k, k + K, k + 2K and so on of an action k, and count for
-nothing in log-probability and entropy, as in pi-RL.
+stand behind those that are, in rows k, k + K, k + 2K and so on of an action k, and have neither
+log-probability nor entropy, as in pi-RL.
 
 Legend: B batch, K actions of a chunk, H actions that are decided on, A action size, S denoising
 steps, L tokens of the prefix, M size that pi0 pads states and actions to.
@@ -203,13 +203,11 @@ class FlowMatchingPolicy(Policy):
         return split.transpose(1, 2).reshape(batch, self.chunk, -1)
 
     def _counted(self, figures: Sequence[Tensor]) -> Tensor:
-        """Return such rows of figures [B, H, coordinates] of each point.
+        """Return figures [B, H, coordinates] of each point as those that count, [B, K, (S + 1) A].
 
-        Of the coordinates that an action has; zeros for actions that are not carried out.
+        They are of actions that are carried out, and of the coordinates that an action has.
         """
-        figures_BHD = torch.cat([some[..., : self.size] for some in figures], dim=-1)
-        carried_out = torch.arange(self.horizon, device=figures_BHD.device) < self.chunk
-        return self._rows(figures_BHD * carried_out[:, None])
+        return torch.cat([some[:, : self.chunk, : self.size] for some in figures], dim=-1)
 
     def _transition(self, scene: _Scene, x_BKA: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return mean and log standard deviation of the next point of the path, float32."""

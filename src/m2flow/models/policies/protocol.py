@@ -36,7 +36,7 @@ class PolicyOutput:
     Attributes:
         actions: [B, K, A], as the environment takes them.
         tokens: [B, K, D], what was drawn; give it to `evaluate`.
-        logprobs: float32 [B, K, D].
+        logprobs: float32 [B, K, D], or of fewer coordinates where some of them mean nothing.
         values: float32 [B], the critic's estimate; None where the policy has no critic, and where
             the critic shares nothing with what acts: `Policy.values` then gives those of many
             observations at once.
@@ -53,8 +53,8 @@ class Evaluation:
     """What a policy thinks of given actions; differentiable in its parameters.
 
     Attributes:
-        logprobs: float32 [B, K, D].
-        entropy: float32 [B, K, D], of the distribution that each coordinate was drawn from.
+        logprobs: float32 [B, K, D], of the coordinates of `PolicyOutput.logprobs`.
+        entropy: of the same shape, of the distribution that each coordinate was drawn from.
         values: float32 [B], or None where the policy has no critic.
     """
 

@@ -3,8 +3,8 @@
 What does not depend on the weights is computed once in a step and not in each mini-batch: sums of
 log-probabilities, shares of returns, which steps were carried out.
 
-Legend: T turns, K steps of a turn, D coordinates drawn for a step; N what the loss counts: tokens,
-actions or chunks that were carried out.
+Legend: T turns, K steps of a turn, D coordinates drawn for a step, of which some policies judge
+some alone; N what the loss counts: tokens, actions or chunks that were carried out.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TrainingTurns:
 
     def _weights(self, level: Level) -> Tensor:
         """Float32 [T], of each thing in a turn that the loss counts."""
-        wide = self.tokens_TKD.shape[-1] if level == "token" else 1
+        wide = self.logprobs_TKD.shape[-1] if level == "token" else 1
         chunks = level == "chunk"
         counted_T = (self.steps_T > 0).double() if chunks else self.steps_T.double() * wide
         _, row_T = self.rollout_T.unique(return_inverse=True)
