@@ -211,13 +211,21 @@ class LinearWorth:
 
     weight = torch.tensor([0.5, -1.0, 2.0])
 
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
     def values(self, observations: Any) -> torch.Tensor:
+        self.rows.append(len(observations["state"]))
+        assert len(observations["instruction"]) == self.rows[-1]
         return observations["state"] @ self.weight
 
 
 @pytest.mark.parametrize("said", [True, False])
 def test_a_rollout_that_is_cut_off_goes_on_by_what_the_critic_expects(said: bool) -> None:
-    """At a time limit and at the horizon, not where an episode ended by its own rules."""
+    """At a time limit and at the horizon, not where an episode ended by its own rules.
+
+    All observations went through the critic at once, which pictures and a large model do not fit.
+    """
     gamma, lam, lengths = 0.9, 0.8, [4, 3, 2]
     random = torch.Generator().manual_seed(1)
     count = sum(lengths)
@@ -243,14 +251,17 @@ def test_a_rollout_that_is_cut_off_goes_on_by_what_the_critic_expects(said: bool
         expected[turn] = follows
     columns = {"reward": reward, "steps": steps, "ends": ends, "cut": cut}
     columns["observation.state"] = state
+    words: dict[str, Any] = {"turn.observation.instruction": [["go"] * n for n in lengths]}
     if said:
         columns["values"] = state @ worth.weight
     batch = Batch({f"turn.{name}": Ragged(column, lengths) for name, column in columns.items()})
     of_cuts = [int(part.sum()) for part in cut.split(lengths)]
-    batch = batch.with_columns(**{"cut.observation.state": Ragged(beyond, of_cuts)})
-    actor: Any = Actor(None)  # type: ignore[arg-type]
+    words["cut.observation.instruction"] = [["go"] * n for n in of_cuts]
+    batch = batch.with_columns(**words, **{"cut.observation.state": Ragged(beyond, of_cuts)})
+    actor: Any = Actor(None, turns_per_microbatch=3)  # type: ignore[arg-type]
     actor.place, actor.policy = Place(), worth
     found = critic_advantage(actor.look_beyond(batch), gamma=gamma, lam=lam)
+    assert worth.rows == ([3, 1] if said else [3, 1, 3, 3, 3])
     torch.testing.assert_close(found["turn.advantage"].values, expected, rtol=0, atol=1e-6)
     returns = expected + (state @ worth.weight).double()
     torch.testing.assert_close(found["turn.return"].values, returns, rtol=0, atol=1e-6)

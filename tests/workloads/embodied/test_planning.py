@@ -101,6 +101,17 @@ def test_seven_billion_parameters_fit_an_accelerator(name: str) -> None:
     assert any("a step of" in line for line in work.assumptions)
 
 
+def test_what_cut_episodes_are_worth_is_computed_in_pieces() -> None:
+    """Of 64 of them no more is held than of a micro-batch."""
+    for size in (8, 16):
+        work = priced("openvla-ppo-maniskill", f"update.turns_per_microbatch={size}")
+        (looking,), (acting,) = (
+            work.stages[f"actor.{method}"].layouts for method in ("look_beyond", "act")
+        )
+        assert looking.working_bytes(64) == acting.working_bytes(size)
+        assert looking.working_bytes(2) == acting.working_bytes(2)
+
+
 def test_simulators_are_in_the_account_of_host_memory() -> None:
     """64 rollouts in 12 processes on each lane, and 12 in as many."""
     for count, size in ((512, 12 * 1.2e9 + 64 * 0.7e9), (96, 12 * 1.9e9)):

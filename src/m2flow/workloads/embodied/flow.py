@@ -126,7 +126,7 @@ def recipe_flow(
             and (spec.restores == "saved" or recipe.environment.steps_aside),
             longest=spec.max_episode_steps if spec and recipe.rollout.automatic_reset else None,
         ),
-        "actor": Actor(source),
+        "actor": Actor(source, recipe.update.turns_per_microbatch),
         "learner": EmbodiedLearner(source, recipe, state),
         "group_size": recipe.group_size,
     }

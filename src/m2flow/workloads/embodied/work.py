@@ -242,7 +242,7 @@ class EmbodiedRecipeWork:
                 acting = LayoutWork(call=self._acting, working_bytes=self._acting_bytes)
                 return StageWork((acting,), 256.0, turns=turns)
             case "look_beyond":
-                looking = LayoutWork(call=self._looking, working_bytes=self._acting_bytes)
+                looking = LayoutWork(call=self._looking, working_bytes=self._looking_bytes)
                 return StageWork((looking,), whole)
             case "train":
                 return StageWork(tuple(map(self._training, self._divisions)), 256.0)
@@ -272,6 +272,9 @@ class EmbodiedRecipeWork:
         """What cut episodes are worth; a rollout is cut once, in the mean."""
         own = self.recipe.policy.kind == "mlp"  # whose critic has said nothing in acting
         return self._acting(count * (self._turns if own else 1))
+
+    def _looking_bytes(self, count: int) -> Held:
+        return self._acting_bytes(min(count, self.recipe.update.turns_per_microbatch))
 
     def _acting_bytes(self, count: int) -> Held:
         if self.body is None:

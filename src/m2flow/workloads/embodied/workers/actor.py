@@ -15,10 +15,11 @@ class Actor(Worker):
 
     Args:
         source: the policy.
+        turns_per_microbatch: observations whose worth is computed at a time.
     """
 
-    def __init__(self, source: PolicySource) -> None:
-        self.source = source
+    def __init__(self, source: PolicySource, turns_per_microbatch: int) -> None:
+        self.source, self.turns_per_microbatch = source, turns_per_microbatch
 
     def load(self, place: Place) -> None:
         super().load(place)
@@ -67,10 +68,15 @@ class Actor(Worker):
         """What observations of rollouts are worth, float32, one after another."""
         import torch
 
-        with torch.inference_mode():
-            values = self.policy.values(self._here(observations_of(rollouts, which)))
-        assert values is not None, "a policy without a critic"
-        return values.cpu()
+        observations, size = observations_of(rollouts, which), self.turns_per_microbatch
+        count, found = len(next(iter(observations.values()))), []
+        for first in range(0, max(1, count), size):
+            some = {name: part[first : first + size] for name, part in observations.items()}
+            with torch.inference_mode():
+                values = self.policy.values(self._here(some))
+            assert values is not None, "a policy without a critic"
+            found.append(values.cpu())
+        return torch.cat(found)
 
     def _here(self, observations: Mapping[str, Any]) -> dict[str, Any]:
         """Observations on the policy's device."""
