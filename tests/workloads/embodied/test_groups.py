@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from m2flow.models.policies.actor_critic import mlp_actor_critic
 from m2flow.models.policies.flow_matching import FlowOptions, tiny_pi0
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied import objective
-from m2flow.workloads.embodied.config import EmbodiedAlgorithmSection
+from m2flow.workloads.embodied.config import EmbodiedAlgorithmSection, EmbodiedRecipe
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 from m2flow.workloads.embodied.learning import PolicyUpdate
 from m2flow.workloads.embodied.turns import TrainingTurns
 from m2flow.workloads.embodied.workers.stages import group_advantage, outcome
@@ -202,3 +204,64 @@ def test_pi0_counts_tokens_of_the_actions_that_were_carried_out_alone(mode: Any)
     assert found["entropy"] == pytest.approx(entropy, rel=1e-4)
     if mode != "token-mean":
         assert found["denominator"] == pytest.approx(2), "episodes"
+
+
+def step_of(
+    successes: list[list[bool | None]], step: int, bounds: tuple[float, float] | None = None
+) -> Any:
+    """What a step says whose groups have so come out; None where an episode was given up."""
+    found = [success for group in successes for success in group]
+    lengths = [int(success is not None) for success in found]
+    judged = group_advantage(
+        Batch(
+            {
+                "episodes": [
+                    [] if one is None else [dict.fromkeys(FIGURES, float(one))]
+                    for one in found
+                ],
+                "failed": [1 - length for length in lengths],
+                "seed": torch.arange(len(found)),
+                "film": [b""] * len(found),
+                "turn.steps": Ragged(torch.ones(sum(lengths), dtype=torch.int64), lengths),
+            }
+        ),
+        group_size=GROUP, normalize_std=True, reward="success", success_bounds=bounds,
+    )  # fmt: skip
+    return SimpleNamespace(output=outcome(judged), step=step)
+
+
+FIGURES = ("success_once", "success", "return", "length")
+ALIKE: list[list[bool | None]] = [[False] * GROUP, [None, True, None, None], [True] * GROUP]
+TEACH: list[list[bool | None]] = [[False] * GROUP, [True, False, False, False]]
+
+
+def test_steps_whose_groups_teach_nothing_are_said() -> None:
+    """All episodes of each group were worth the same, no gradient was left, and nobody was told."""
+    made: Any = {
+        "workload": "embodied", "name": "alike", "rollouts_per_step": 8, "steps": 9,
+        "environment": {"name": "table:red"}, "policy": {"hidden": [8]},
+        "rollout": {"horizon": 12, "automatic_reset": False},
+        "algorithm": {"name": "grpo", "group_size": GROUP},
+    }  # fmt: skip
+
+    def told(*steps: Any, **algorithm: Any) -> list[int]:
+        """Which of some steps are told of."""
+        changed = {**made, "algorithm": {**made["algorithm"], **algorithm}}
+        experiment = EmbodiedExperiment(EmbodiedRecipe.model_validate(changed))
+        said = [[a for a in experiment.alarms(step) if "no group" in a] for step in steps]
+        return [number for number, alarms in enumerate(said) if alarms]
+
+    assert told(step_of(ALIKE, 0), step_of(TEACH, 1)) == [0]
+    assert told(step_of(TEACH, 0), *(step_of(ALIKE, n) for n in range(1, 5))) == [3, 4]
+    often = [step_of(TEACH if n % 3 == 0 else ALIKE, n) for n in range(9)]
+    assert told(*often) == [], "now and then it happens in a run that learns"
+    bounds = (0.5, 0.9)
+    assert told(step_of(TEACH, 0, bounds), success_bounds=bounds) == [0]
+    assert told(step_of([[None] * GROUP], 0)) == [], "all were given up, which is said already"
+
+    for successes, words in (
+        ([[False] * GROUP], "in each group all episodes have the same success: take an easier"),
+        ([[True] * GROUP], "in each group all episodes have the same success: take a harder"),
+    ):
+        experiment = EmbodiedExperiment(EmbodiedRecipe.model_validate(made))
+        assert words in " ".join(experiment.alarms(step_of(successes, 0)))

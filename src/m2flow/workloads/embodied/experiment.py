@@ -43,6 +43,9 @@ METRIC_NAMES = {"loss": "loss/policy", "value_loss": "loss/value"}
 EVALUATED = 1 << 40
 """Numbers of rollouts of evaluations begin here: no step of training comes so far."""
 
+SILENT_STEPS = 3
+"""Steps in a row without a group that teaches, after which it is said; of the first one at once."""
+
 CANDIDATES = 4
 """Episodes that are filmed for each film that is kept, where drawing is quick: solved ones lead."""
 
@@ -70,6 +73,7 @@ class EmbodiedExperiment:
             read_demonstrations(recipe.warmup.data, self.spec)  # the same
         self._start: Path | None = None
         self._failing = 0  # steps in a row of which most was given up
+        self._silent = 0  # steps in a row of which no group taught anything
 
     @property
     def makes_model(self) -> bool:
@@ -228,8 +232,8 @@ class EmbodiedExperiment:
         return [{"item": item, **output.row(row)} for row, item in enumerate(output.ids)]
 
     def alarms(self, result: StepResult) -> Sequence[str]:
-        """That episodes were given up; how many, the metrics say of each step. And that the policy
-        is not to learn at all.
+        """That episodes were given up; how many, the metrics say of each step. That the policy is
+        not to learn at all, or finds nothing to learn from in its groups.
 
         Raises:
             RunFailed: half of the step's episodes were, in half of its rollouts, once more in a row
@@ -256,7 +260,25 @@ class EmbodiedExperiment:
             found.append("a simulator crashed, hung or gave NaN: its episode is not trained on")
             if not sum(result.output["steps_taken"]):
                 found.append("no step is left of any episode: there is nothing to learn from")
+        if self.recipe.algorithm.name == "grpo" and finished:
+            self._silent = 0 if _teaches(result.output) else self._silent + 1
+            if self._silent >= (SILENT_STEPS if result.step else 1):
+                found.append(self._why_silent(result.output))
         return found
+
+    def _why_silent(self, output: Batch) -> str:
+        """In words why no group of a step teaches anything, and what helps."""
+        algorithm = self.recipe.algorithm
+        alike = f"in each group all episodes have the same {algorithm.reward}"
+        if algorithm.success_bounds is not None:
+            alike += ", or their share of successes is outside algorithm.success_bounds"
+        if episode_figures(output)["episodes/success_once"] >= 0.5:
+            return f"no group teaches anything: {alike}: take a harder task"
+        helps = "take an easier task, a larger algorithm.group_size, or a policy that succeeds now "
+        helps += "and then (warmup.steps)"
+        if algorithm.reward == "success":
+            helps += ", or compare returns (algorithm.reward: return)"
+        return f"no group teaches anything: {alike}: {helps}"
 
     def films(self, result: StepResult) -> Sequence[Film]:
         """Films of an evaluation, where the environment can draw itself: solved episodes first."""
@@ -319,6 +341,12 @@ def _spec_elsewhere(recipe: EmbodiedRecipe, python: str) -> EnvironmentSpec:
     )
     elsewhere.close()
     return elsewhere.spec
+
+
+def _teaches(output: Batch) -> bool:
+    """Whether a rollout of a step was learned from that was better or worse than its group."""
+    rows = zip(output["largest"], output["dropped"], strict=True)
+    return any(largest["advantage"] != 0 and not dropped for largest, dropped in rows)
 
 
 def episode_figures(output: Batch) -> dict[str, float]:
