@@ -339,7 +339,8 @@ EMBODIED = {
     "replay.updates": "optimizer steps after each step of training",
     "update.epochs": "passes over the turns of a step",
     "update.minibatches": "optimizer steps of a pass",
-    "update.turns_per_microbatch": "turns computed at a time; bounds memory",
+    "update.turns_per_microbatch": "turns computed at a time, of the warm-up's batches and of what "
+    "cut episodes are worth too; bounds memory",
     "update.gradient_checkpointing": "compute activations of OpenVLA and OpenVLA-OFT again in the "
     "backward pass, for a third more arithmetic; `null`: on accelerators",
     "evaluation.episodes": "greedy episodes of an evaluation; 0 for none",

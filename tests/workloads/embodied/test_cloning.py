@@ -19,9 +19,11 @@ from m2flow.environments.demonstrations import (
 from m2flow.environments.registry import make_environment
 from m2flow.errors import UserError
 from m2flow.models.policies.flow_matching import FlowOptions, tiny_pi0
+from m2flow.models.policies.protocol import Policy
 from m2flow.training.optimizer import NotFinite
 from m2flow.workloads.common.reading import read_recipe
-from m2flow.workloads.embodied.cloning import clone, demonstrations
+from m2flow.workloads.embodied import experiment as experiments
+from m2flow.workloads.embodied.cloning import clone, demonstrations, device_with_room
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment, spec_of
 from m2flow.workloads.embodied.workload import WORKLOAD
 
@@ -116,6 +118,125 @@ def test_a_warm_up_of_what_is_no_number_ends_and_changes_nothing() -> None:
         clone(policy, own, spec_of(own))
     for name, tensor in policy.named_parameters():
         assert torch.equal(tensor, before[name])
+
+
+class Plane(Policy):
+    """Actions that are linear in the state, by weights of any dtype; `idle` changes nothing."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((10, 2), 0.5, dtype=dtype))
+        self.idle = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+        self.rows: list[int] = []
+
+    def act(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    def evaluate(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def cloning_loss(
+        self, observations: Any, actions_BHA: torch.Tensor, seed: int, rows: slice = slice(None)
+    ) -> torch.Tensor:
+        state, shown = observations["state"][rows], actions_BHA[rows, 0]
+        self.rows.append(len(state))
+        away = state @ self.weight.float() - shown
+        return away.square().mean() + 0.0 * self.idle.float().sum()
+
+
+def test_a_bfloat16_policy_is_cloned_by_float32_master_weights() -> None:
+    """At 0.5 numbers of bfloat16 are 0.004 apart: steps of 0.0001 were all rounded away."""
+    own = recipe(warmup={"steps": 100, "episodes": 3, "learning_rate": 1e-4})
+    half, single = Plane(torch.bfloat16), Plane(torch.float32)
+    for policy in (half, single):
+        clone(policy, own, spec_of(own))
+    assert float((half.weight.float() - 0.5).abs().max()) > 0.007
+    torch.testing.assert_close(half.weight.float(), single.weight, rtol=0, atol=0.004)
+    assert all(parameter.grad is None for parameter in half.parameters())
+
+
+def test_a_warm_up_has_no_weight_decay() -> None:
+    """What no gradient moves stays; AdamW's own decay of 0.01 shrank it, which nobody had asked."""
+    own = recipe(warmup={"steps": 20, "episodes": 3, "learning_rate": 0.01})
+    policy = Plane(torch.float32)
+    clone(policy, own, spec_of(own))
+    assert torch.equal(policy.idle, torch.ones(4))
+
+
+def test_a_batch_of_the_warm_up_is_computed_in_micro_batches() -> None:
+    """It was computed at once, which a model of billions of parameters does not fit."""
+    warmup = {"steps": 2, "episodes": 3, "batch_size": 8}
+    own = recipe(warmup=warmup, update={"turns_per_microbatch": 3})
+    policy = Plane(torch.float32)
+    clone(policy, own, spec_of(own))
+    assert policy.rows == [3, 3, 2] * 2
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn", "pi0"])
+def test_micro_batches_do_not_change_what_is_cloned(kind: str) -> None:
+    """The noise that pi0 learns from is that of the row in its batch, too."""
+    losses: list[list[float]] = []
+    weights: list[dict[str, torch.Tensor]] = []
+
+    class Told:
+        def phase(self, *_: Any) -> None:
+            losses.append([])
+
+        def update(self, _: int, metrics: Any = None) -> None:
+            losses[-1].append(metrics["loss"])
+
+        def note(self, _: str) -> None: ...
+
+    for size in (8, 3):
+        own = recipe(
+            policy={"kind": kind, "chunk": 2, **({"hidden": [16]} if kind == "mlp" else {})},
+            warmup={"steps": 3, "episodes": 2, "batch_size": 8, "learning_rate": 1e-4},
+            update={"turns_per_microbatch": size},
+        )
+        policy = EmbodiedExperiment(own).flow().learner.source.make()
+        clone(policy, own, spec_of(own), Told())
+        weights.append({name: x.detach() for name, x in policy.named_parameters()})
+    whole, pieces = losses
+    assert whole == pytest.approx(pieces, rel=1e-4)
+    assert len(set(whole)) == 3
+    for name, found in weights[0].items():  # Adam may take a step the other way where there is none
+        away = (found - weights[1][name]).abs()
+        assert float(away.mean()) < 2e-6, name
+
+
+def test_a_warm_up_runs_on_an_accelerator_with_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ran on the host's cores, whatever else the machine had."""
+    policy = Plane(torch.bfloat16)  # 24 parameters with masters, gradients and moments: 18 bytes
+    free = {0: 400, 1: 481}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert device_with_room(policy, recipe()) == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (free[number], 1 << 40))
+    assert device_with_room(policy, recipe()) == "cuda:1"
+    assert device_with_room(policy, recipe(lanes="gpu:2")) == "cuda:1"
+    assert device_with_room(policy, recipe(lanes="cpu:2")) == "cpu"
+    assert device_with_room(policy, recipe(lane_memory="400B")) == "cpu"
+    policy.weight.requires_grad_(False)
+    assert device_with_room(policy, recipe()) == "cuda:0"
+    policy.float()
+    policy.weight.requires_grad_(True)
+    assert device_with_room(policy, recipe()) == "cuda:1", "16 bytes of a float32 parameter"
+
+    placed: list[str] = []
+
+    class Seen(Exception): ...
+
+    def seen(policy: Policy, *_: Any) -> None:
+        placed.append(next(policy.parameters()).device.type)
+        raise Seen
+
+    monkeypatch.setattr(experiments, "device_with_room", lambda *_: "meta")
+    monkeypatch.setattr(experiments, "clone", seen)
+    with pytest.raises(Seen):
+        EmbodiedExperiment(recipe()).prepare(tmp_path)
+    assert placed == ["meta"]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from m2flow.errors import UserError
 from m2flow.models.folder import checked_folder, from_folder, read_json, weight_files
 from m2flow.models.policies.distributions import normal_entropy, normal_logprob
 from m2flow.models.policies.protocol import (
+    ALL_ROWS,
     Evaluation,
     Observations,
     Policy,
@@ -180,20 +181,35 @@ class FlowMatchingPolicy(Policy):
             self._value(scene),
         )
 
-    def cloning_loss(self, observations: Observations, actions_BHA: Tensor, seed: int) -> Tensor:
+    def cloning_loss(
+        self,
+        observations: Observations,
+        actions_BHA: Tensor,
+        seed: int,
+        rows: slice = ALL_ROWS,
+    ) -> Tensor:
         """Flow matching as pi0 was trained (arXiv 2410.24164, section IV): transformers' own loss.
 
-        The mean square error of the velocity, at times and noise that are drawn with the seed.
+        The mean square error of the velocity, at times and noise that are drawn with the seed, for
+        the whole batch, on the CPU.
         """
-        scene = self._scene(observations)
-        with torch.random.fork_rng():
+        scene = self._scene({name: part[rows] for name, part in observations.items()})
+        config, state = self.model.config, scene.state
+        ends = [config.time_sampling_beta_alpha, config.time_sampling_beta_beta]
+        times = torch.distributions.Beta(*torch.tensor(ends, dtype=torch.float32))
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            output = self.model(
-                state=scene.state,
-                attention_mask=scene.mask,
-                past_key_values=scene.cache,
-                actions=self._own_actions(actions_BHA.to(scene.state)),
-            )
+            time_B = times.sample(actions_BHA.shape[:1])
+            noise_BHM = torch.randn(len(actions_BHA), self.horizon, self.coordinates)
+        time_B = time_B * config.time_sampling_scale + config.time_sampling_offset
+        output = self.model(
+            state=state,
+            noise=noise_BHM[rows].to(state),
+            timestep=time_B[rows].to(state.device),
+            attention_mask=scene.mask,
+            past_key_values=scene.cache,
+            actions=self._own_actions(actions_BHA[rows].to(state)),
+        )
         return output.loss.float().mean()
 
     def _rows(self, path_BHD: Tensor) -> Tensor:

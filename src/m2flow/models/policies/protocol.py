@@ -26,6 +26,7 @@ from m2flow.algorithms.sampling import uniform
 from m2flow.errors import UserError
 
 Observations = Mapping[str, Any]
+ALL_ROWS = slice(None)
 Level = Literal["token", "action", "chunk"]
 
 
@@ -129,18 +130,26 @@ class Policy(nn.Module, ABC):
             f"{type(self).__name__} does not learn from actions alone", key="warmup.steps"
         )
 
-    def cloning_loss(self, observations: Observations, actions_BHA: Tensor, seed: int) -> Tensor:
+    def cloning_loss(
+        self,
+        observations: Observations,
+        actions_BHA: Tensor,
+        seed: int,
+        rows: slice = ALL_ROWS,
+    ) -> Tensor:
         """How far the policy is from giving the actions that were shown; differentiable.
 
         Args:
             observations: what was seen.
             actions_BHA: [B, H, A], the environment's; H is `horizon`, or the chunk without one.
-            seed: all chance of the loss follows from it.
+            seed: all chance of the loss follows from it and a row's place in the batch.
+            rows: of the batch, those whose loss is computed.
 
         Returns:
-            float32 [], by default the mean negative log-probability.
+            float32 [], a mean over these rows, by default of the negative log-probability.
         """
-        return -self.evaluate(observations, self.tokens_of(actions_BHA)).logprobs.mean()
+        seen = {name: part[rows] for name, part in observations.items()}
+        return -self.evaluate(seen, self.tokens_of(actions_BHA[rows])).logprobs.mean()
 
     def critic_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the critic's own, on which no action's probability depends."""

@@ -1,7 +1,12 @@
-"""Behaviour cloning: a policy that does as was demonstrated, to begin reinforcement with."""
+"""Behaviour cloning: a policy that does as was demonstrated, to begin reinforcement with.
+
+Steps are AdamW's without weight decay, by the optimizer that reinforcement has: of 16-bit
+parameters float32 master copies are stepped. Micro-batches change a step by rounding at most.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,11 +21,36 @@ from m2flow.environments.environment import Environment
 from m2flow.environments.registry import maker
 from m2flow.environments.spec import EnvironmentSpec
 from m2flow.errors import UserError
-from m2flow.models.policies.protocol import Policy
-from m2flow.training.optimizer import NOT_TAKEN, NotFinite
+from m2flow.models.policies.protocol import Observations, Policy
+from m2flow.models.work import trained_bytes
+from m2flow.plan.profile.hardware import USABLE_MEMORY
+from m2flow.plan.sizes import parse_bytes
+from m2flow.training.optimizer import NOT_TAKEN, AdamWConfig, NotFinite, SumOptimizer
 from m2flow.user_code import user_function
 from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.embodied.config import EmbodiedRecipe
+
+
+def device_with_room(policy: Policy, recipe: EmbodiedRecipe) -> str:
+    """Return where to clone: the first accelerator that has room, or "cpu".
+
+    Room is for weights and the optimizer's state in what is free now, up to the recipe's limit of
+    a lane's memory. Where lanes are of cores the warm-up is on them too.
+    """
+    if "cpu:" in recipe.lanes:
+        return "cpu"
+    held = sum(
+        p.numel() * sum(trained_bytes(p.element_size()).values()) if p.requires_grad else p.nbytes
+        for p in policy.parameters()
+    )
+    limit = math.inf
+    if recipe.lane_memory is not None:
+        limit = parse_bytes(recipe.lane_memory, "lane_memory")
+    for number in range(torch.cuda.device_count()):
+        free, _ = torch.cuda.mem_get_info(number)
+        if held <= min(USABLE_MEMORY * free, limit):
+            return f"cuda:{number}"
+    return "cpu"
 
 
 def expert_of(recipe: EmbodiedRecipe, environment: Environment) -> Expert:
@@ -78,6 +108,8 @@ def clone(
 ) -> None:
     """Train a policy to give the actions that were shown, in place, by its `cloning_loss`.
 
+    It is trained on the device that it is on.
+
     Raises:
         NotFinite: the loss or a gradient became NaN or infinite; no step was taken with it.
     """
@@ -89,24 +121,44 @@ def clone(
     for statistics in policy.running_statistics():
         if statistics.of == "state":
             statistics.take_in(statistics.moments(observations["state"]))
-    optimizer = torch.optim.AdamW(policy.parameters(), warmup.learning_rate)
+    device = next(policy.parameters()).device
+    if recipe.computes_again(device.type):
+        policy.compute_activations_again()  # type: ignore[operator]
+    config = AdamWConfig(warmup.learning_rate, weight_decay=0.0, max_grad_norm=1.0)
+    optimizer = SumOptimizer(policy.named_parameters(), config)
     random = torch.Generator().manual_seed(recipe.seed)
     for step in range(1, warmup.steps + 1):
         rows = torch.randint(len(actions), (warmup.batch_size,), generator=random)
-        some = {
-            name: [part[row] for row in rows.tolist()] if isinstance(part, list) else part[rows]
+        some: dict[str, Any] = {
+            name: [part[row] for row in rows.tolist()]
+            if isinstance(part, list)
+            else part[rows].to(device)
             for name, part in observations.items()
         }
-        loss = policy.cloning_loss(some, actions[rows], derive_seed(recipe.seed, 11, step))
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
-            why = f"step {step} of the warm-up has loss {loss:g} and gradient norm {norm:g}"
-            raise NotFinite(f"{NOT_TAKEN}: {why}")
-        optimizer.step()
+        seed, most = derive_seed(recipe.seed, 11, step), recipe.update.turns_per_microbatch
+        loss = _add_gradients(policy, some, actions[rows].to(device), seed, most)
+        try:
+            optimizer.step(torch.tensor([loss, 1.0], dtype=torch.float64), 1, None)
+        except NotFinite as error:
+            why = str(error).removeprefix(f"{NOT_TAKEN}: ")
+            raise NotFinite(f"{NOT_TAKEN}: step {step} of the warm-up: {why}") from error
         if progress is not None:
-            progress.update(step, {"loss": float(loss.detach())})
+            progress.update(step, {"loss": loss})
+    optimizer.release()
+
+
+def _add_gradients(
+    policy: Policy, observations: Observations, actions_BHA: Tensor, seed: int, most: int
+) -> float:
+    """Add the gradient of a batch's loss, of at most so many rows at a time; return the loss."""
+    batch, total = len(actions_BHA), 0.0
+    for first in range(0, batch, most):
+        rows = slice(first, min(first + most, batch))
+        loss = policy.cloning_loss(observations, actions_BHA, seed, rows)
+        loss = loss * ((rows.stop - rows.start) / batch)
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+    return total
 
 
 def write(policy: Policy, folder: Path, name: str) -> None:

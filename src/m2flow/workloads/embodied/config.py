@@ -188,6 +188,8 @@ class EmbodiedWarmupSection(Section):
 
     They lie in the file `data`, or are played by `expert`, "module:function": given the environment
     it says what to do there. Without either the environment's own method `expert` is asked.
+    Steps are AdamW's without weight decay, on the first accelerator with room for the policy and
+    its optimizer, else on the cores of the launcher, as where `lanes` are of cores.
     """
 
     steps: Natural = 0
@@ -316,11 +318,6 @@ class UpdateSection(Section):
     turns_per_microbatch: Count = 4096
     gradient_checkpointing: Flag | None = None
 
-    def checkpoints_on(self, device: str) -> bool:
-        """Whether activations are computed again, on a device or kind of lane."""
-        chosen = self.gradient_checkpointing
-        return not device.startswith("cpu") if chosen is None else chosen
-
 
 class ReplaySection(Section):
     """The buffer that SAC learns from: `updates` batches of it after each step of training.
@@ -399,6 +396,12 @@ class EmbodiedRecipe(common.Recipe):
         if self.algorithm.name == "sac":
             return self.steps * self.replay.updates
         return self.steps * self.update.epochs * self.update.minibatches
+
+    def computes_again(self, device: str) -> bool:
+        """Whether the backward pass computes activations again, on a device or kind of lane."""
+        chosen = self.update.gradient_checkpointing
+        on_device = not device.startswith("cpu") if chosen is None else chosen
+        return on_device and self.policy.kind in IN_BLOCKS
 
     @property
     def fixed_steps(self) -> str | None:

@@ -26,7 +26,7 @@ from m2flow.flow import Batch
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training import checkpoint
 from m2flow.workloads.common.workload import RunProgress
-from m2flow.workloads.embodied.cloning import clone, expert_of, write
+from m2flow.workloads.embodied.cloning import clone, device_with_room, expert_of, write
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.flow import EmbodiedGRPO, EmbodiedPPO, EmbodiedSAC, recipe_flow
 from m2flow.workloads.embodied.workers.columns import FILM, NO_FILM, OPTIONAL_FILM
@@ -84,8 +84,10 @@ class EmbodiedExperiment:
         """The policy that reinforcement starts from; one that lies there already is taken."""
         if not (folder / WEIGHTS).is_file():
             policy = self._source.make()
+            policy.to(device_with_room(policy, self.recipe))
             clone(policy, self.recipe, self.spec, progress)
-            write(policy, folder, WEIGHTS)
+            write(policy.cpu(), folder, WEIGHTS)
+            torch.cuda.empty_cache()  # for the lanes; does nothing where no accelerator was used
         self._start = folder
 
     def flow(self, checkpoint: Path | None = None) -> EmbodiedPPO | EmbodiedGRPO | EmbodiedSAC:

@@ -44,11 +44,7 @@ from m2flow.plan.profile.work import (
 from m2flow.training.division import Division
 from m2flow.workloads.common.workload import Assumed
 from m2flow.workloads.embodied.bodies import PATCHES, Body, body_of
-from m2flow.workloads.embodied.config import (
-    IN_BLOCKS,
-    VISION_LANGUAGE_ACTION,
-    EmbodiedRecipe,
-)
+from m2flow.workloads.embodied.config import VISION_LANGUAGE_ACTION, EmbodiedRecipe
 from m2flow.workloads.embodied.workers.learner import in_shards, is_divided
 
 CALL_SECONDS = 1e-3
@@ -303,8 +299,7 @@ class EmbodiedRecipeWork:
     @property
     def _again(self) -> bool:
         """Whether activations are computed again."""
-        in_blocks = self.recipe.policy.kind in IN_BLOCKS
-        return in_blocks and self.recipe.update.checkpoints_on(self.device.kind)
+        return self.recipe.computes_again(self.device.kind)
 
     @property
     def _trained(self) -> float:

@@ -55,8 +55,7 @@ class EmbodiedLearner(Worker):
                 self.policy = self.source.make()  # moves to the device piece by piece
                 self.shards.shard(self.policy)
             self.shards.enter_by(self.policy, "evaluate")
-        blocks = self.recipe.policy.kind in IN_BLOCKS
-        if blocks and self.recipe.update.checkpoints_on(place.device):
+        if self.recipe.computes_again(place.device):
             self.policy.compute_activations_again()  # type: ignore[operator]
         self.update: PolicyUpdate | SoftUpdate
         if self.recipe.algorithm.name == "sac":
