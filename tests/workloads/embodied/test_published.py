@@ -229,6 +229,9 @@ def test_pictures_and_tasks_that_are_not_there_are_refused() -> None:
     assert "has no such picture (got 'wrist_image'); expected 'image'" in refused(
         {"policy.cameras": ["wrist_image"]}
     )
+    assert "policy.cameras: is wrong (got []); expected at least 1 item" in refused(
+        {"policy.cameras": []}
+    )
     assert "did you mean 'reach'" in refused({"environment.name": "table:reech"})
     assert "did you mean 'table'" in refused({"environment.name": "tabel:reach"})
     line = refused({"environment.name": "gymnasium:CartPole-v1"})

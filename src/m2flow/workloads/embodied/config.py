@@ -154,7 +154,7 @@ class PolicySection(Section):
     normalize_state: Flag = True
     features: Count = 256
     distribution: Literal["auto", "gaussian", "squashed", "categorical"] = "auto"
-    cameras: tuple[str, ...] = ("image",)
+    cameras: Annotated[tuple[str, ...], Field(min_length=1)] = ("image",)
     statistics: str | None = None
     gripper: Literal["as_it_is", "libero", "widowx"] = "as_it_is"
     centre_crop: Flag = False
