@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from m2flow.errors import UserError
 from m2flow.observe.progress import JsonLines
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import train
@@ -112,3 +114,40 @@ def test_a_run_has_figures_and_films(tmp_path: Path, monkeypatch: pytest.MonkeyP
     figures = examine(Examination(run / "checkpoints" / "latest", None, limit=8, lanes=lanes))
     assert figures["about"] == "8 episodes of table:red"
     assert figures["success_low"] <= figures["success"] <= figures["success_high"]
+
+
+def test_the_folder_that_is_named_is_evaluated_or_refused_in_a_line(tmp_path: Path) -> None:
+    """One that is no checkpoint ended in a traceback, and a copy of one could not be evaluated."""
+    run = train(RECIPE, {"steps": 1, "evaluation.episodes": 0}, run_dir=tmp_path / "run")
+    other = {"steps": 1, "evaluation.episodes": 0, "policy.hidden": [8]}
+    another = train(RECIPE, other, run_dir=tmp_path / "another")
+    latest, copied, empty = run / "checkpoints" / "latest", tmp_path / "copied", tmp_path / "empty"
+    shutil.copytree(latest, copied)
+    empty.mkdir()
+
+    def examined(model: Path, data: Path | None = None) -> dict[str, Any]:
+        found = examine(Examination(model, data, limit=2, lanes=parse_lanes("cpu:1")))
+        return {name: found[name] for name in ("about", "success", "return", "length")}
+
+    def refused(model: Path, data: Path | None = None) -> str:
+        with pytest.raises(UserError) as caught:
+            examined(model, data)
+        (line,) = str(caught.value).splitlines()
+        return line
+
+    figures = examined(latest)
+    assert figures == examined(run / "checkpoints" / "step_000001")
+    assert figures == examined(copied, run / "config.yaml")
+    assert figures != examined(another / "checkpoints" / "latest")
+    for model in (run, copied, empty):
+        assert refused(model).startswith("MODEL: is no checkpoint of an embodied run")
+    for model in (run / "checkpoints", latest / "trainer", latest / "policy.safetensors"):
+        assert refused(model).startswith("MODEL: holds no policy.safetensors")
+    for model in (run, empty, tmp_path / "nowhere", Path("tiny")):
+        line = refused(model, run / "config.yaml")
+        assert line.startswith("MODEL: holds no policy.safetensors")
+        assert line.endswith("expected RUN/checkpoints/latest, or a copy of it")
+    assert "holds weights of another policy" in refused(copied, another / "config.yaml")
+    file = copied / "policy.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    assert "policy.safetensors is cut off or damaged" in refused(copied, run / "config.yaml")

@@ -6,6 +6,7 @@ tasks: 500 episodes of a suite are all 50 states of all ten tasks.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from m2flow.algorithms.confidence import of_shares
@@ -18,8 +19,13 @@ from m2flow.workloads.common.examining import (
     refuse_unheeded,
 )
 from m2flow.workloads.common.workload import Examination
-from m2flow.workloads.embodied.config import EmbodiedRecipe, EmbodiedWarmupSection
+from m2flow.workloads.embodied.config import (
+    VISION_LANGUAGE_ACTION,
+    EmbodiedRecipe,
+    EmbodiedWarmupSection,
+)
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+from m2flow.workloads.embodied.workers.source import WEIGHTS
 
 EPISODES = 100
 
@@ -28,11 +34,13 @@ def examine(asked: Examination) -> dict[str, Any]:
     """Success, with a confidence interval, that of each task, and return of a checkpoint's policy.
 
     Of episodes that came to an end; `failed` counts those that were given up.
-    The environment is that of the run; of a published model it is that of the recipe which
-    `asked.data` names. Seeds follow from `asked.seed`, and not from the run's.
+    The environment is that of the run; of a published model, and of a checkpoint that lies
+    elsewhere, it is that of the recipe which `asked.data` names. Seeds follow from `asked.seed`,
+    and not from the run's.
 
     Raises:
-        UserError: the checkpoint is of no embodied run, and there is no recipe.
+        UserError: the checkpoint is of no embodied run, and there is no recipe; or the model holds
+            no policy, or another one than the recipe's.
     """
     if asked.samples > 1:
         raise UserError(
@@ -43,7 +51,7 @@ def examine(asked: Examination) -> dict[str, Any]:
             hint="--limit says how many episodes",
         )
     refuse_unheeded(asked, "seed")
-    recipe = recipe_examined(asked, EmbodiedRecipe, {"model": str(asked.model)})
+    recipe, checkpoint = _recipe_and_checkpoint(asked)
     count, lanes = asked.limit or EPISODES, asked.lanes or parse_lanes("auto")
     evaluation = recipe.evaluation.model_copy(update={"episodes": count, "films": 0})
     nothing = EmbodiedWarmupSection()  # its demonstrations may be elsewhere
@@ -52,7 +60,7 @@ def examine(asked: Examination) -> dict[str, Any]:
     experiment = EmbodiedExperiment(recipe)
     starts = experiment.held_out()
     assert starts is not None
-    flow = experiment.flow(asked.model.resolve() if asked.data is None else None)
+    flow = experiment.flow(checkpoint)
     result = examined(flow, starts, lanes, asked.layout, "actor", deadline_of(asked, recipe))
     figures = experiment.evaluation(result)
     if not figures:
@@ -72,3 +80,23 @@ def examine(asked: Examination) -> dict[str, Any]:
         "length": figures["eval/length"],
         "seconds": result.seconds,
     }
+
+
+def _recipe_and_checkpoint(asked: Examination) -> tuple[EmbodiedRecipe, Path | None]:
+    """The recipe, and the checkpoint whose policy acts; None where a published model does.
+
+    Raises:
+        UserError: there is no recipe, or no policy in the folder.
+    """
+    recipe = recipe_examined(asked, EmbodiedRecipe, {})
+    if (asked.model / WEIGHTS).is_file():
+        return recipe, asked.model.resolve()
+    if asked.data is not None and recipe.policy.kind in VISION_LANGUAGE_ACTION:
+        return recipe_examined(asked, EmbodiedRecipe, {"model": str(asked.model)}), None
+    instead = "a copy of it" if asked.data else "a published model's folder and --data RECIPE"
+    raise UserError(
+        f"holds no {WEIGHTS}",
+        key="MODEL",
+        value=str(asked.model),
+        expected=f"RUN/checkpoints/latest, or {instead}",
+    )

@@ -41,7 +41,8 @@ class PolicySource:
         """The policy, on a device.
 
         Raises:
-            UserError: policy and environment do not fit each other, or the weights do not.
+            UserError: policy and environment do not fit each other, or the weights do not, or
+                their file is damaged.
         """
         import torch
 
@@ -51,8 +52,12 @@ class PolicySource:
         if self.folder is not None:
             from safetensors.torch import load_file
 
+            from m2flow.models.folder import check_safetensors
+
+            file = Path(self.folder) / WEIGHTS
+            check_safetensors(file)
             try:
-                policy.load_state_dict(load_file(Path(self.folder) / WEIGHTS))
+                policy.load_state_dict(load_file(file))
             except RuntimeError as error:
                 raise UserError(
                     f"holds weights of another policy: {str(error).splitlines()[-1].strip()}",
