@@ -252,6 +252,23 @@ def test_a_deadline_counts_from_the_last_sign_of_life() -> None:
     assert message.startswith(f"a.sample (step 0, call {second.call}) has not finished")
 
 
+@pytest.mark.parametrize("kind", [RunCall, RunFinish])
+def test_a_method_that_says_so_makes_progress(kind: type[Any]) -> None:
+    """A long `finish` ended the run: of calls that hand nothing on, none could put it off."""
+    graph = graph_of(lambda a, b, x: b.train(a.score(x)), "a", "b")
+    engine = Engine(graph, replace(APART, deadline_seconds=10.0))
+    engine.handle(Tick(0.0))
+    commands = engine.handle(StepSubmitted(0, 2))
+    while not all_of(kind, commands):
+        commands = finish(engine, next(iter(engine.calls.values())).command)
+    (call,) = engine.calls.values()
+    for now in (9.0, 18.0):
+        engine.handle(Tick(now, judge=False))
+        assert engine.handle(made(call.command)) == []
+    assert engine.handle(Tick(27.9)) == []
+    assert "has not finished" in lines_of(engine.handle(Tick(28.0)))[0]
+
+
 def test_a_lost_lane_stops_the_run() -> None:
     engine = Engine(CHAIN, APART)
     call = only(RunCall, engine.handle(StepSubmitted(0, 4)))

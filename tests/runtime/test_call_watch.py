@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator
 from contextlib import suppress
 
+import cloudpickle
 import pytest
 
 import m2flow
-from m2flow import Batch, Flow, Stream, Worker, loop, stage
+from m2flow import Batch, Flow, Place, Stream, Worker, loop, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import RunFailed, Stalled
 from m2flow.runtime.driver.call_watch import CallWatch
@@ -126,6 +129,34 @@ def test_what_a_call_has_given_puts_its_deadline_off() -> None:
         assert watch._call.left >= FOR_EVER
     assert watch._call is None
     watch.close()
+
+
+def test_a_worker_that_says_it_goes_on_puts_its_deadline_off() -> None:
+    """And does nothing by it where no call is watched, or on a thread that is not the call's."""
+    place, watch = Place(), CallWatch(FOR_EVER)
+    place.goes_on()
+    with watch.over("a call"):
+        assert watch._call is not None
+        watch._call.left = 0.5
+        beside = threading.Thread(target=place.goes_on)
+        beside.start()
+        beside.join()
+        assert watch._call.left == 0.5
+        place.goes_on()
+        assert watch._call.left >= FOR_EVER
+    place.goes_on()
+    watch.close()
+
+
+def test_a_worker_of_an_eager_run_can_be_sent_to_lanes() -> None:
+    """What puts its deadline off is found where the worker stands, and does not travel."""
+    spots = {"sleeper": Placement(((0,),))}
+    flow, plan = Sleeping(sleeper=Sleeper("")), Plan("eager", (LaneSpec(0),), spots)
+    with m2flow.launch(flow, items_per_step=2, plan=plan) as run:
+        run.step(Batch({"x": [1, 2]}))
+        sent = pickle.loads(cloudpickle.dumps(flow.sleeper))
+    assert sent.place == flow.sleeper.place
+    sent.place.goes_on()
 
 
 def test_nobody_is_hurried_who_debugs() -> None:

@@ -20,6 +20,7 @@ from m2flow.engine.messages import (
     MoveState,
     Part,
     RunCall,
+    RunFinish,
 )
 from m2flow.flow import SOURCE, Batch, Flow, Stream, Worker, stage
 from m2flow.runtime.lane import executor
@@ -104,6 +105,42 @@ def saving_lane(*behind: Order) -> tuple[Any, PlayedLine]:
     here = {"unwrap": lambda *_: Batch({"x": [1, 2, 3]}), "room": lambda *_: torch.empty(0)}
     lane._exchange = type("Here", (), here)()
     return lane, line
+
+
+class Learner(Worker):
+    """Takes three optimizer steps at the end of a step."""
+
+    @stage(accumulates=True)
+    def train(self, batch: Batch) -> Batch:
+        return batch
+
+    @train.finish
+    def train_finish(self) -> None:
+        for _ in range(3):
+            self.place.goes_on()
+
+
+class Learning(Flow):
+    worker: Learner
+
+    def step(self, items: Stream) -> Stream:
+        return self.worker.train(items)
+
+
+@pytest.mark.parametrize(("silence", "signs"), [(-1.0, 3), (3600.0, 0)])
+def test_a_finish_that_makes_progress_gives_signs_of_life(
+    silence: float, signs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All optimizer steps of a step stood under the deadline of one call."""
+    monkeypatch.setattr(executor, "SILENCE_SECONDS", silence)
+    line = PlayedLine()
+    lane: Any = LaneExecutor(0, line, None, None)  # type: ignore[arg-type]
+    flow = Learning(worker=Learner())
+    lane._host = LaneHost(0, {"step": flow.trace()}, {"worker": flow.worker})
+    lane._execute(Execute("step", RunFinish(7, 0, 0, 0, (0,))))
+    assert line.said == [*[ItemsProduced(7, 0, ())] * signs, CallFinished(7, 0)]
+    flow.worker.train_finish()
+    assert len(line.said) == signs + 1, "no call is at hand any more"
 
 
 SAVE, DROP = Save(5, "worker", 0), DropStep("step", 7)

@@ -210,6 +210,10 @@ class Engine:
         call, engine = self._call(event.call), self._state
         if call is None:
             return
+        if not event.items:  # a sign of life
+            if not call.withdrawn:
+                engine.heard_of(call)
+            return
         command = call.command
         assert isinstance(command, RunCall)
         state, node = self.steps[call.step], self.graph.nodes[command.node]

@@ -52,7 +52,7 @@ class StepSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class ItemsProduced:
-    """A call has handed on finished output items; without any it is a sign of life.
+    """A call has handed on finished output items; without any it is a sign of life of any call.
 
     Attributes:
         call: number of the call.

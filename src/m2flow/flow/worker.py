@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from m2flow.flow.progress import goes_on
 from m2flow.flow.trace import record_publish
 
 
@@ -122,6 +123,9 @@ class Place:
         spill: folder for state that is put away on a lane without an accelerator; None for the
             system's temporary folder.
         memory_bytes: what states and calls may take on the lane; None for no limit.
+        goes_on: says that the call at hand makes progress, so that its deadline counts from now:
+            for a stage or `finish` that works for long before it returns, between two parts of its
+            work. It does nothing outside of a call, and on a thread that is not the call's.
     """
 
     lane: int = 0
@@ -134,6 +138,7 @@ class Place:
     gang: Gang = Gang()
     spill: Path | None = None
     memory_bytes: int | None = None
+    goes_on: Callable[[], None] = goes_on
 
 
 class Worker:

@@ -23,6 +23,7 @@ from m2flow.errors import UserError
 from m2flow.flow import Batch
 from m2flow.observe.jsonl import read_rows
 from m2flow.plan import build_plan
+from m2flow.runtime.driver.call_watch import CallWatch
 from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.config import DeadlinesPart, EmbodiedRecipe
@@ -166,6 +167,19 @@ def test_rollouts_may_run_ahead_of_training(pool: Any, changes: dict[str, Any]) 
     assert 0 < max(ahead) <= 1, "the engine admits a step's rollouts before the last is trained"
     figures = [experiment.metrics(one) for one in found[1]]
     assert figures[0]["episodes/return"] < 5.5 < 6.5 < figures[-1]["episodes/return"]
+
+
+def test_an_update_makes_progress_with_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All passes of a step stood under the deadline of one call."""
+    heard = Counter[str]()
+
+    def note(watch: CallWatch) -> None:
+        assert watch._call is not None
+        heard[watch._call.name] += 1
+
+    monkeypatch.setattr(CallWatch, "heard", note)
+    trained(recipe(update={"epochs": 3, "minibatches": 2}), "eager", 1)
+    assert heard["learner.train.finish (step 0, mini-batch 0)"] == 6
 
 
 @pytest.mark.parametrize("changes", [{}, GROUPS], ids=["ppo", "grpo"])

@@ -141,6 +141,16 @@ def test_the_buffer_keeps_the_newest_and_draws_by_seed_alone() -> None:
     assert set(whole.sample(0, places)[:, 0].tolist()) == {5.0, 6.0, 7.0}
 
 
+def test_a_step_makes_progress_with_each_update() -> None:
+    """All updates of a step stood under the deadline of one call."""
+    some, heard = recipe(replay={"begin": 1, "batch_size": 6, "updates": 3}), []
+    experiment = EmbodiedExperiment(some)
+    place = Place(goes_on=lambda: heard.append(update.updates))
+    update = SoftUpdate(experiment.flow().learner.source.make(), some, experiment.spec, place)
+    update.run(kept_rollouts(some)[0], None)
+    assert heard == [0, 1, 2]
+
+
 def test_an_update_against_a_slow_one() -> None:
     """Row by row: targets of both critics, the policy's loss, and its temperature's."""
     some = recipe(replay={"begin": 1, "batch_size": 6, "updates": 1})

@@ -625,6 +625,20 @@ def test_epochs_go_through_all_mini_batches_again(
     assert all(x.equal(plain.parameters()[name]) for name, x in thrice.parameters().items())
 
 
+def test_further_epochs_make_progress_with_each_piece(
+    samples: Batch, warmed: ModelSource, tiny_recipe: MakeRecipe
+) -> None:
+    """All of them stood under the deadline of one call."""
+    recipe, heard = tiny_recipe(algorithm={"epochs": 3}, minibatches=2), []
+    learner = Learner(warmed, recipe)
+    loaded(learner, goes_on=lambda: heard.append(learner.trainer.optimizer.num_steps))
+    for half in (samples.select(range(8)), samples.select(range(8, 16))):
+        for piece in (half.select(range(3)), half.select(range(3, 8))):
+            learner.train(piece)
+        learner.train_finish()
+    assert heard == [2, 2, 3, 3, 4, 4, 5, 5]
+
+
 def test_a_step_that_is_left_out_counts_among_those_of_all_epochs(
     samples: Batch, warmed: ModelSource, tiny_recipe: MakeRecipe
 ) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from m2flow.errors import RunFailed, Stalled
+from m2flow.flow.progress import heard_by
 
 SIGNAL = signal.SIGRTMIN + 7
 """Interrupts the main thread; nobody else uses it."""
@@ -74,7 +75,8 @@ class CallWatch:
             signal.signal(SIGNAL, self._interrupt)
         self._call = _Watched(name, threading.get_ident(), self._seconds + self._beat)
         try:
-            yield
+            with heard_by(self.heard):
+                yield
         except _Overdue as overdue:
             stalled = Stalled(self._late(name))
             stalled.add_note(str(overdue))

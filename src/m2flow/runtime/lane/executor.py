@@ -39,6 +39,7 @@ from m2flow.engine.spans import Span
 from m2flow.errors import ProcessEnded, RunFailed
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
+from m2flow.flow.progress import heard_by
 from m2flow.runtime.lane.context import LaneContext
 from m2flow.runtime.lane.exchange import Exchange, ItemsKey
 from m2flow.runtime.lane.exhausted import name_residents
@@ -76,7 +77,7 @@ PEER_PATIENCE = 1.5
 knows who waits for whom, and is to speak first."""
 
 SILENCE_SECONDS = 2.0
-"""Longest that a call in pieces goes on without a word, also where nobody waits for its items."""
+"""Longest that a call in pieces, or one that says it goes on, is without a word to the launcher."""
 
 
 class _Withdrawn(Exception):
@@ -107,6 +108,7 @@ class LaneExecutor:
         self._loader = Loader(context, exchange, lambda *begun: self._say(Loading(*begun)))
         self._load_failed = False
         self._deadline_seconds = 600.0
+        self._heard = 0.0  # when the launcher was last told something, or a call has begun
         self._gauge: MemoryGauge | None = None
         self._journal: JournalWriter | None = None
 
@@ -155,6 +157,7 @@ class LaneExecutor:
 
     def _report(self, reports: Sequence[Report], exports: Sequence[Export] = ()) -> None:
         """Say what was done; with it goes what could wait until there was more to say."""
+        self._heard = time.monotonic()
         said, self._unsaid = [*self._unsaid, *reports], []
         self._say(Reports(said, tuple(exports)))
 
@@ -258,7 +261,9 @@ class LaneExecutor:
             self._check_in_place(_workers_of(self._host.graphs[order.flow], command))
             if self._gauge is not None:
                 self._gauge.begin()
-            carry_out(order, command)
+            self._heard = time.monotonic()
+            with heard_by(partial(self._goes_on, command.call)):
+                carry_out(order, command)
         except _Withdrawn:
             self._report([Report(CallAborted(command.call, self.lane))])
         except BaseException as error:
@@ -272,6 +277,16 @@ class LaneExecutor:
             if self._gauge is not None:
                 self._gauge.end()
 
+    @property
+    def _silent(self) -> bool:
+        """Whether the launcher has heard nothing for so long that a sign of life is due."""
+        return time.monotonic() - self._heard > SILENCE_SECONDS
+
+    def _goes_on(self, call: int) -> None:
+        """Give a sign of life of a call that says it makes progress, if one is due."""
+        if self._silent:
+            self._report([Report(ItemsProduced(call, self.lane, ()))])
+
     def _call(self, order: Execute, command: RunCall) -> None:
         """Run a stage. A piece is reported when it is finished, if anybody can use it by then."""
         try:
@@ -279,17 +294,16 @@ class LaneExecutor:
         except BaseException as error:
             raise _Unread from error
         start, num_bytes = time.time(), 0
-        heard = time.monotonic()
         for piece in self._host.call(order.flow, command):
             if piece is not None:
                 num_bytes += piece.num_bytes
                 reports.append(Report(piece))
-            silent = time.monotonic() - heard > SILENCE_SECONDS
+            silent = self._silent
             if silent and not reports:
                 reports.append(Report(ItemsProduced(command.call, self.lane, ())))
             if reports and (order.in_pieces or silent):
                 self._report(reports)
-                reports, heard = [], time.monotonic()
+                reports = []
             self._look_for_orders(command.call)
         reports.append(self._finished(order, command, start, facts={"bytes": num_bytes}))
         self._report(reports)

@@ -12,7 +12,7 @@ Legend: T turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +23,7 @@ from torch import Tensor
 from m2flow.algorithms.ppo import explained_variance
 from m2flow.algorithms.sampling import derive_seed, uniform
 from m2flow.flow import Batch
+from m2flow.flow.progress import goes_on
 from m2flow.models.policies.actor_critic import ReturnScale
 from m2flow.models.policies.protocol import Policy
 from m2flow.training import trainer_state
@@ -56,10 +57,17 @@ class PolicyUpdate:
         policy: trained in place.
         recipe: loss, passes, optimizer.
         shards: how the policy is divided, which it has been already.
+        goes_on: called with each micro-batch; see `Place`.
     """
 
-    def __init__(self, policy: Policy, recipe: EmbodiedRecipe, shards: Shards = WHOLE) -> None:
-        self.policy, self.recipe, self._shards = policy, recipe, shards
+    def __init__(
+        self,
+        policy: Policy,
+        recipe: EmbodiedRecipe,
+        shards: Shards = WHOLE,
+        goes_on: Callable[[], None] = goes_on,
+    ) -> None:
+        self.policy, self.recipe, self._shards, self._goes_on = policy, recipe, shards, goes_on
         critic = set(policy.critic_parameters())
         self._critic_steps = (
             recipe.algorithm.value_warmup_steps * recipe.update.epochs * recipe.update.minibatches
@@ -108,6 +116,7 @@ class PolicyUpdate:
                     parts = members[number].split(update.turns_per_microbatch)
                     mine = [index for index in parts if index.numel()]
                 for index in self._shards.padded(mine):
+                    self._goes_on()
                     if index is None:
                         assert stand_in is not None, "nobody has a turn"
                         self._pass_through(stand_in.rows(FIRST, device))

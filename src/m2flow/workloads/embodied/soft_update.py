@@ -127,6 +127,7 @@ class SoftUpdate:
 
     def _update(self, all_reduce: AllReduce | None) -> dict[str, float]:
         """A step of the critics, and one of the policy, which is left out where theirs is."""
+        self.place.goes_on()
         number, size = self.updates, self.recipe.replay.batch_size
         self.updates += 1
         place_B = torch.arange(size)[self.place.rank :: self.place.size]

@@ -62,7 +62,7 @@ class EmbodiedLearner(Worker):
             assert self.source.spec is not None
             self.update = SoftUpdate(self.policy, self.recipe, self.source.spec, place)
         else:
-            self.update = PolicyUpdate(self.policy, self.recipe, self.shards)
+            self.update = PolicyUpdate(self.policy, self.recipe, self.shards, place.goes_on)
         self._rollouts: list[Batch] = []
         if self.checkpoint is not None:
             self.update.read(checkpoint.trainer_folder(self.checkpoint))

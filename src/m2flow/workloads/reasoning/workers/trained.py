@@ -107,6 +107,7 @@ class Trained(Divided):
         for _ in range(1, epochs):
             for minibatch in self._folded:
                 for some in minibatch:
+                    self.place.goes_on()
                     self.trainer.fold(some)
                 self._found.append(self._step())
         found, self._folded, self._found = self._found, [[]], []
