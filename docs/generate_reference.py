@@ -343,7 +343,8 @@ EMBODIED = {
     "cut episodes are worth too; bounds memory",
     "update.gradient_checkpointing": "compute activations of OpenVLA and OpenVLA-OFT again in the "
     "backward pass, for a third more arithmetic; `null`: on accelerators",
-    "evaluation.episodes": "greedy episodes of an evaluation; 0 for none",
+    "evaluation.episodes": "greedy episodes of an evaluation, at most `rollouts_per_step` of them "
+    "at a time; 0 for none",
     "evaluation.films": "how many of them the report shows, where the environment draws itself; "
     "solved ones come first, of four times as many that are filmed, or of fewer where drawing "
     "takes longer than the simulators' steps",

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from m2flow.engine.plan import Plan
@@ -16,8 +17,15 @@ from m2flow.errors import UserError
 from m2flow.flow import Batch
 from m2flow.plan import parse_lanes
 from m2flow.plan.chunks import ITEMS_IN_TIME
+from m2flow.runtime.driver.runner import StepResult
 from m2flow.workloads.common import read_recipe, registry, workload_named
-from m2flow.workloads.common.examining import deadline_of, examined, examiner_of
+from m2flow.workloads.common.examining import (
+    deadline_of,
+    examined,
+    examiner_of,
+    in_waves,
+    wave_size,
+)
 from m2flow.workloads.common.resume import check_model, recipe_of, run_of
 from m2flow.workloads.common.workload import Examination
 from tests.plan.small_graphs import Grpo, Model, Trainer
@@ -138,6 +146,26 @@ def test_a_call_may_take_as_long_as_is_said() -> None:
     assert deadline_of(Examination(MODEL, None), None) == 600.0
     assert deadline_of(Examination(MODEL, None), recipe) == 1800.0
     assert deadline_of(Examination(MODEL, None, deadline_seconds=7200.0), recipe) == 7200.0
+
+
+@pytest.mark.parametrize("count", range(1, 24))
+@pytest.mark.parametrize("most", [None, 1, 4, 5, 100])
+def test_waves_give_what_all_items_give_at_once(count: int, most: int | None) -> None:
+    waves: list[int] = []
+
+    def asked(batch: Batch) -> StepResult:
+        waves.append(len(batch))
+        output = Batch({"y": batch["x"] * 2, "why": [f"{x}" for x in batch["x"].tolist()]})
+        return StepResult(len(waves), output, {}, [], 10.0 * len(waves), 1.5, 7, None)
+
+    size = wave_size(count, most)
+    found = in_waves(asked, Batch({"x": torch.arange(count)}), size)
+    assert found.output["y"].tolist() == [2 * x for x in range(count)]
+    assert found.output["why"] == [str(x) for x in range(count)]
+    assert found.output.ids == tuple(range(count))
+    assert max(waves) == size <= (most or count)
+    assert len(waves) == -(-count // (most or count)), "no more of them than it takes"
+    assert (found.started, found.seconds) == (10.0, 1.5 * len(waves))
 
 
 @pytest.mark.parametrize("lanes", ["cpu:1", "2xcpu:1"])

@@ -20,9 +20,10 @@ from m2flow.plan import parse_lanes
 from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.workload import Examination
+from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.evaluation import examine
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
-from m2flow.workloads.embodied.workers import EmbodiedLearner
+from m2flow.workloads.embodied.workers import EmbodiedLearner, Simulator
 
 RECIPE: dict[str, Any] = {
     "workload": "embodied",
@@ -36,6 +37,9 @@ RECIPE: dict[str, Any] = {
     "evaluation": {"every": 2, "episodes": 4, "films": 1},
     "checkpoint": {"every": 2},
 }
+
+EVALUATED = ("eval/success", "eval/success_at_end", "eval/return", "eval/length", "eval/episodes")
+"""Figures of an evaluation that do not depend on the machine."""
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -151,3 +155,56 @@ def test_the_folder_that_is_named_is_evaluated_or_refused_in_a_line(tmp_path: Pa
     file = copied / "policy.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     assert "policy.safetensors is cut off or damaged" in refused(copied, run / "config.yaml")
+
+
+def environments_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many environments are made in this process from now on, at each time."""
+    made: list[int] = []
+    make = Simulator._made
+
+    def counted(simulator: Simulator, count: int) -> Any:
+        made.append(count)
+        return make(simulator, count)
+
+    monkeypatch.setattr(Simulator, "_made", counted)
+    return made
+
+
+def test_an_evaluation_has_no_more_episodes_at_once_than_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began all of them at once, each in a simulator of its own, for which nobody had planned:
+    a machine has no memory for 500 of LIBERO."""
+    changes = {"steps": 1, "evaluation.episodes": 10, "evaluation.films": 0}
+    made, counts, found = environments_made(monkeypatch), [], []
+    for name in ("waves", "at once"):
+        made.clear()
+        run = train(RECIPE, changes, run_dir=tmp_path / name)
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        found.append([{name: row[name] for name in EVALUATED} for row in rows])
+        counts.append(sum(made))
+        monkeypatch.setattr(EmbodiedRecipe, "evaluated_at_once", None, raising=False)
+    for waves, at_once in zip(*found, strict=True):
+        assert waves == pytest.approx(at_once, rel=1e-5), "but for rounding, as on other lanes"
+    assert [row["eval/episodes"] for row in found[0]] == [10.0, 10.0]
+    assert counts == [4, 10]
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_examination_has_so_many_heavy_simulators_on_a_lane(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of light ones, which run in the lane's own process, all at once."""
+    recipe = {**RECIPE, "environment": {**RECIPE["environment"], "processes": processes}}
+    run = train(recipe, {"steps": 1, "evaluation.episodes": 0}, run_dir=tmp_path / "run")
+    latest, lanes = run / "checkpoints" / "latest", parse_lanes("cpu:1")
+    made, found = environments_made(monkeypatch), []
+    bound = "m2flow.workloads.embodied.evaluation.SIMULATORS_A_LANE"
+    for most in (100, 3):
+        monkeypatch.setattr(bound, most, raising=False)
+        made.clear()
+        figures = examine(Examination(latest, None, limit=7, lanes=lanes))
+        assert figures["about"] == "7 episodes of table:red"
+        found.append({name: figures[name] for name in ("success", "return", "length", "failed")})
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert sum(made) == (3 if processes else 7)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -102,6 +102,7 @@ def examined(
     layout: str | None,
     holder: str,
     deadline_seconds: float,
+    at_once: int | None = None,
 ) -> StepResult:
     """Run `evaluate` of a flow once; what trains is not loaded.
 
@@ -112,6 +113,7 @@ def examined(
         layout: how lanes share a model, as `--layout` names it; None where each holds all of it.
         holder: the worker that holds the model.
         deadline_seconds: longest that a call may give nothing; see `deadline_of`.
+        at_once: items that are under way at a time, at most; None for all of them.
 
     Raises:
         UserError: the worker has no such layout on these lanes.
@@ -122,12 +124,51 @@ def examined(
     named = {} if layout is None else {holder: layout}
     layouts = named_layouts(named, alone, lanes, everywhere=True, option="--layout")
     mode = "eager" if len(lanes) == 1 else "collocated"
-    graph, count = alone.trace(), len(batch)
+    graph, count = alone.trace(), wave_size(len(batch), at_once)
     plan = build_plan(mode, graph, lanes, count, isolated_workers(alone), layouts)
     stages = in_time(graph, plan.stages, count)
     plan = replace(plan, stages=stages, deadline_seconds=deadline_seconds)
     with launch(alone, items_per_step=count, plan=plan) as run:
-        return run.step(batch)
+
+        def ask(wave: Batch) -> StepResult:  # the last one may be smaller than a step
+            return run.step(wave) if len(wave) == count else run.run_method("step", wave)
+
+        return in_waves(ask, batch, count)
+
+
+def wave_size(count: int, at_once: int | None) -> int:
+    """Items of each of the waves in which `count` items are examined; the last may have fewer.
+
+    There are no more waves than it takes, and they are about equal.
+    """
+    waves = -(-count // (at_once or count))
+    return -(-count // waves)
+
+
+def in_waves(ask: Callable[[Batch], StepResult], batch: Batch, size: int) -> StepResult:
+    """Examine items in waves, one after the other.
+
+    Args:
+        ask: runs a method of a flow that trains nothing.
+        batch: what is examined.
+        size: items of a wave.
+
+    Returns:
+        The result of the first wave, with the output of all in the order of the batch, with all
+        spans and notes, and with the seconds of all waves.
+    """
+    starts = range(0, len(batch), size)
+    found = [ask(batch.select(range(len(batch))[first : first + size])) for first in starts]
+    if len(found) == 1:
+        return found[0]
+    outputs = Batch.concat([Batch(one.output.columns) for one in found])
+    return replace(
+        found[0],
+        output=Batch(outputs.columns),
+        spans=[span for one in found for span in one.spans],
+        seconds=sum(one.seconds for one in found),
+        notes=tuple(note for one in found for note in one.notes),
+    )
 
 
 def deadline_of(asked: Examination, recipe: Recipe | None) -> float:

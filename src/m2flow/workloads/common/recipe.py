@@ -160,6 +160,11 @@ class Recipe(Section):
         raise NotImplementedError
 
     @property
+    def evaluated_at_once(self) -> int | None:
+        """Items of an evaluation that are under way at a time, at most; None for all of them."""
+        return None
+
+    @property
     def step_size(self) -> str:
         """What a step works on, in words."""
         return f"{self.items_per_step} items"

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from m2flow.runtime.driver.runner import StepResult
 from m2flow.training.checkpoint import step_of, sweep, wait_until_seen
 from m2flow.training.optimizer import NOT_TAKEN, NotFinite
 from m2flow.training.skipping import SKIPPED, too_many
+from m2flow.workloads.common.examining import in_waves, wave_size
 from m2flow.workloads.common.launching import launched, write_decision
 from m2flow.workloads.common.recipe import AUTO_MODE
 from m2flow.workloads.common.stopping import StepOverdue, Stopping
@@ -232,7 +234,7 @@ class Training:
             self.progress,
             checkpoint=None if self.checkpoint is None else self.checkpoint.absolute(),
             first_step=self.first_step,
-            also={"evaluate": len(held_out)} if held_out is not None else {},
+            also={} if held_out is None else {"evaluate": self._evaluated_at_once(held_out)},
         )
         with run:
             # A signal to all processes takes the lanes along: nothing is to bring them back.
@@ -449,8 +451,13 @@ class Training:
         for line in new:
             self.progress.note(line)
 
+    def _evaluated_at_once(self, held_out: Batch) -> int:
+        """Return how many items of an evaluation are under way at a time."""
+        return wave_size(len(held_out), self.recipe.evaluated_at_once)
+
     def _evaluation(self, run: Run, step: int, held_out: Batch) -> dict[str, float]:
-        result = run.run_method("evaluate", held_out)
+        ask = partial(run.run_method, "evaluate")
+        result = in_waves(ask, held_out, self._evaluated_at_once(held_out))
         figures = self.experiment.evaluation(result)
         films = self.experiment.films(result)
         written = self._begun().write_films(step, films)

@@ -387,6 +387,11 @@ class EmbodiedRecipe(common.Recipe):
         return self.rollouts_per_step // self.group_size
 
     @property
+    def evaluated_at_once(self) -> int:
+        """As many as the rollouts of a step: each has a simulator of its own."""
+        return self.rollouts_per_step
+
+    @property
     def step_size(self) -> str:
         return f"{self.rollouts_per_step} rollouts of up to {self.rollout.horizon} steps"
 

@@ -17,6 +17,7 @@ from m2flow.workloads.common.examining import (
     examined,
     recipe_examined,
     refuse_unheeded,
+    wave_size,
 )
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.embodied.config import (
@@ -28,6 +29,9 @@ from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 from m2flow.workloads.embodied.workers.source import WEIGHTS
 
 EPISODES = 100
+
+SIMULATORS_A_LANE = 32
+"""Episodes on a lane at a time, where simulators are heavy ones, in processes of their own."""
 
 
 def examine(asked: Examination) -> dict[str, Any]:
@@ -55,13 +59,20 @@ def examine(asked: Examination) -> dict[str, Any]:
     count, lanes = asked.limit or EPISODES, asked.lanes or parse_lanes("auto")
     evaluation = recipe.evaluation.model_copy(update={"episodes": count, "films": 0})
     nothing = EmbodiedWarmupSection()  # its demonstrations may be elsewhere
-    changes = {"evaluation": evaluation, "seed": asked.seed, "warmup": nothing}
+    most = SIMULATORS_A_LANE * len(lanes) if recipe.environment.has_processes else count
+    changes = {
+        "evaluation": evaluation,
+        "seed": asked.seed,
+        "warmup": nothing,
+        "rollouts_per_step": wave_size(count, most),
+    }
     recipe = recipe.model_copy(update=changes)
     experiment = EmbodiedExperiment(recipe)
     starts = experiment.held_out()
     assert starts is not None
     flow = experiment.flow(checkpoint)
-    result = examined(flow, starts, lanes, asked.layout, "actor", deadline_of(asked, recipe))
+    deadline, at_once = deadline_of(asked, recipe), recipe.evaluated_at_once
+    result = examined(flow, starts, lanes, asked.layout, "actor", deadline, at_once)
     figures = experiment.evaluation(result)
     if not figures:
         raise RunFailed(f"all {count} episodes of {recipe.environment.name} failed")
