@@ -12,26 +12,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class _Listener(threading.local):
+class _CallAtHand(threading.local):
     """Who hears of the call that is at hand on this thread; lanes may share a process."""
 
     hear: Callable[[], object] | None = None
 
 
-_listener = _Listener()
+_at_hand = _CallAtHand()
 
 
 @contextmanager
 def heard_by(hear: Callable[[], object]) -> Iterator[None]:
     """Have `hear` called whenever what is done within, on this thread, says that it goes on."""
-    before, _listener.hear = _listener.hear, hear
+    before, _at_hand.hear = _at_hand.hear, hear
     try:
         yield
     finally:
-        _listener.hear = before
+        _at_hand.hear = before
 
 
 def goes_on() -> None:
     """Restart the deadline of the call that is at hand on this thread; do nothing without one."""
-    if _listener.hear is not None:
-        _listener.hear()
+    if _at_hand.hear is not None:
+        _at_hand.hear()

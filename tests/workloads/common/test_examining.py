@@ -148,7 +148,7 @@ def test_a_call_may_take_as_long_as_is_said() -> None:
     assert deadline_of(Examination(MODEL, None, deadline_seconds=7200.0), recipe) == 7200.0
 
 
-@pytest.mark.parametrize("count", range(1, 24))
+@pytest.mark.parametrize("count", range(24))
 @pytest.mark.parametrize("most", [None, 1, 4, 5, 100])
 def test_waves_give_what_all_items_give_at_once(count: int, most: int | None) -> None:
     waves: list[int] = []
@@ -164,7 +164,7 @@ def test_waves_give_what_all_items_give_at_once(count: int, most: int | None) ->
     assert found.output["why"] == [str(x) for x in range(count)]
     assert found.output.ids == tuple(range(count))
     assert max(waves) == size <= (most or count)
-    assert len(waves) == -(-count // (most or count)), "no more of them than it takes"
+    assert len(waves) == max(1, -(-count // (most or 100))), "no more of them than it takes"
     assert (found.started, found.seconds) == (10.0, 1.5 * len(waves))
 
 

@@ -104,7 +104,7 @@ def examined(
     deadline_seconds: float,
     at_once: int | None = None,
 ) -> StepResult:
-    """Run `evaluate` of a flow once; what trains is not loaded.
+    """Run `evaluate` of a flow on a batch; what trains is not loaded.
 
     Args:
         flow: with the workers of its training, or without them.
@@ -141,7 +141,9 @@ def wave_size(count: int, at_once: int | None) -> int:
 
     There are no more waves than it takes, and they are about equal.
     """
-    waves = -(-count // (at_once or count))
+    if at_once is None or count <= at_once:
+        return count
+    waves = -(-count // at_once)
     return -(-count // waves)
 
 
@@ -157,10 +159,10 @@ def in_waves(ask: Callable[[Batch], StepResult], batch: Batch, size: int) -> Ste
         The result of the first wave, with the output of all in the order of the batch, with all
         spans and notes, and with the seconds of all waves.
     """
-    starts = range(0, len(batch), size)
-    found = [ask(batch.select(range(len(batch))[first : first + size])) for first in starts]
-    if len(found) == 1:
-        return found[0]
+    if len(batch) <= size:
+        return ask(batch)
+    rows = range(len(batch))
+    found = [ask(batch.select(rows[first : first + size])) for first in rows[::size]]
     outputs = Batch.concat([Batch(one.output.columns) for one in found])
     return replace(
         found[0],
