@@ -240,6 +240,18 @@ def test_gradients_of_what_is_judged_reach_the_parameters(noise: str) -> None:
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
+def test_nothing_is_trained_that_has_no_gradient() -> None:
+    """The expert's table of embeddings had float32 gradients and moments, and is never used."""
+    model, seen = policy(), observations()
+    judged = model.evaluate(seen, model.act(seen, seeds=SEEDS).tokens)
+    assert judged.values is not None
+    (judged.logprobs.sum() + judged.values.sum()).backward()
+    idle = [
+        name for name, one in model.named_parameters() if one.requires_grad and one.grad is None
+    ]
+    assert not idle
+
+
 def test_reinforcing_a_path_raises_its_probability() -> None:
     model, seen = policy(), observations()
     output = model.act(seen, seeds=SEEDS)

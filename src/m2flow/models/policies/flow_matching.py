@@ -111,6 +111,8 @@ class FlowMatchingPolicy(Policy):
             )
         if options.noise_level <= 0 or not 0 < options.std_range[0] < options.std_range[1]:
             raise UserError("the noise of the path is not positive", key="noise_level")
+        # The expert is given embeddings: its own table of them is never looked into.
+        model.model.dit.embed_tokens.requires_grad_(False)
         self.model, self.tokenizer, self.options = model, tokenizer, options
         self.steps = options.steps or config.num_inference_steps
         self.horizon, self.size = config.chunk_size, options.action_size
