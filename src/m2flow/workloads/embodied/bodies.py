@@ -28,6 +28,11 @@ GEMMA_2B: Mapping[str, Any] = {
 }  # fmt: skip
 """The decoder of pi0's vision-language model."""
 
+GEMMA_300M: Mapping[str, Any] = {
+    **GEMMA_2B, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1,
+}  # fmt: skip
+"""Its action expert, without the table of embeddings that nothing looks into."""
+
 PATCHES, PROMPT_TOKENS = 256, 30
 """Of a picture of 224 pixels in patches of 14; of an instruction with its template."""
 
@@ -50,7 +55,8 @@ class Body:
         pictures: of an observation.
         tokens: of an observation, those of a chunk that is decoded in parallel too.
         decoded: tokens decoded one after the other behind the first.
-        expert: parameters of a network that is asked `denoising` times, with `moved` tokens each.
+        expert: layers that are asked `denoising` times, with `moved` tokens each; None for none.
+        idle: parameters that are held, and neither computed with nor trained.
     """
 
     text: ModelShape
@@ -59,21 +65,36 @@ class Body:
     pictures: int
     tokens: int
     decoded: int = 0
-    expert: float = 0.0
+    expert: ModelShape | None = None
     denoising: int = 0
     moved: int = 0
     projector: float = 0.0
+    idle: float = 0.0
 
     @property
     def parameters(self) -> float:
-        """All of them."""
-        return self.text.parameters + self.vision + self.expert
+        """All that is held."""
+        return self.trainable + self.idle
+
+    @property
+    def trainable(self) -> float:
+        """All that anything is computed with."""
+        return self.text.parameters + self.vision + self._of_expert
+
+    @property
+    def _of_expert(self) -> float:
+        return 0.0 if self.expert is None else self.expert.shared_parameters
 
     def forward_flops(self) -> float:
-        """Of one observation, without tokens that are decoded one after the other."""
+        """Of one observation, without tokens that are decoded one after the other.
+
+        Of the decoder's layers alone: pi0 has no logits, and others have a few bins' of actions.
+        """
+        text, tokens = self.text, self.tokens
         seen = 2 * self.vision * PATCHES * self.pictures
-        moved = 2 * self.expert * self.moved * self.denoising
-        return seen + moved + self.text.forward_flops(self.tokens, self.tokens / 2)
+        moved = 2 * self._of_expert * self.moved * self.denoising
+        read = 2 * text.shared_parameters * tokens + text.attention_flops(tokens, tokens / 2)
+        return seen + moved + read
 
 
 def body_of(recipe: EmbodiedRecipe, model: str | Path | None) -> Body:
@@ -98,16 +119,33 @@ def body_of(recipe: EmbodiedRecipe, model: str | Path | None) -> Body:
     else:
         vlm = raw.get("vlm_config", {})
         shape = model_from_config({**GEMMA_2B, **vlm.get("text_config", {})}, "pi0")
+        expert = model_from_config(
+            {**GEMMA_300M, **raw.get("dit_config", {}), "vocab_size": 1}, "pi0"
+        )
         steps = policy.denoising_steps or int(raw.get("num_inference_steps", 10))
         moved = int(raw.get("chunk_size", 50)) + 1
         body = Body(
-            shape, 415e6, 27 * 1152, pictures, seen, expert=311e6, denoising=steps, moved=moved
+            shape,
+            415e6,
+            27 * 1152,
+            pictures,
+            seen,
+            expert=expert,
+            denoising=steps,
+            moved=moved,
+            idle=shape.vocabulary * expert.hidden,
         )
     if source == TINY:
         small = replace(shape, name=TINY, layers=2, hidden=64, intermediate=128, vocabulary=300,
                         heads=4, kv_heads=4, head_dim=16)  # fmt: skip
         return replace(
-            body, text=small, vision=1e5, widths=256, projector=0.0, expert=body.expert and 1e5
+            body,
+            text=small,
+            vision=1e5,
+            widths=256,
+            projector=0.0,
+            expert=body.expert and small,
+            idle=0.0,
         )
     return body
 

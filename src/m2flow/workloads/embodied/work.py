@@ -8,8 +8,10 @@ accelerator draws; each is told as an assumption. A run measures both, and its p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import ceil
 
+from m2flow.environments.registry import is_light, needs_renderer
+from m2flow.environments.spec import EnvironmentSpec
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import ONE_LANE
@@ -41,10 +43,13 @@ from m2flow.plan.profile.work import (
     WorkerWork,
     rising,
 )
+from m2flow.plan.sizes import bytes_text
 from m2flow.training.division import Division
 from m2flow.workloads.common.workload import Assumed
 from m2flow.workloads.embodied.bodies import PATCHES, Body, body_of
 from m2flow.workloads.embodied.config import VISION_LANGUAGE_ACTION, EmbodiedRecipe
+from m2flow.workloads.embodied.networks import FLOAT_BYTES, SmallPolicy, small_policy
+from m2flow.workloads.embodied.scenes import spec_before
 from m2flow.workloads.embodied.workers.learner import in_shards, is_divided
 
 CALL_SECONDS = 1e-3
@@ -61,11 +66,22 @@ RENDERER_BYTES = 0.3e9
 """Of an accelerator's memory that one process draws in. An assumption, which holds until
 `m2flow profile` has asked nvidia-smi; see `Simulator.beside_bytes`."""
 
-SMALL_TURN_SECONDS = {"mlp": 4e-6, "cnn": 4e-4}
-"""Of a small policy on one core, for one turn of one rollout in the backward and forward pass."""
+CORE_ARITHMETIC = {"mlp": 0.47, "cnn": 0.265}
+"""Of a core's peak FLOP/s that small policies attain. Measured: 4 us for a turn of two layers of
+128 units in forward and backward pass, and 0.4 ms for one of convolutions over 32 pixels."""
 
-MINIBATCH_SECONDS = 0.4e-3
-"""Of an optimizer step of a small policy, beside its turns."""
+SINGLE_PRECISION = 0.03
+"""Of an accelerator's peak that they attain there, in single precision and without tensor cores. An
+assumption: about half of 67 TFLOPS that an H100's data sheet has beside 989.5 in bfloat16."""
+
+ACT_SECONDS = {"cpu": 0.25e-3, "gpu": 0.5e-3}
+MINIBATCH_SECONDS = {"cpu": 0.4e-3, "gpu": 1.4e-3}
+"""Of a call, and of an optimizer step, of a small policy beside its arithmetic. Measured on a core;
+on an accelerator about 50 and 140 operations, of which each takes 10 us to launch: an
+assumption."""
+
+BESIDE_PICTURES = 256.0
+"""Bytes of a turn that are neither pictures nor the state: numbers, seeds, a sentence."""
 
 
 @dataclass(frozen=True)
@@ -114,27 +130,37 @@ def prices(recipe: EmbodiedRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer
             key="--cluster",
             hint="measure it: m2flow profile RECIPE, or a run in mode auto",
         )
-    body = None
+    spec, guessed = spec_before(recipe.environment)
+    policy: Body | SmallPolicy
     if recipe.policy.kind in VISION_LANGUAGE_ACTION:
-        body = body_of(recipe, assumed.model)
+        policy = body_of(recipe, assumed.model)
+    else:
+        policy = small_policy(recipe.policy, spec, recipe.algorithm.name)
     simulating = SIMULATORS[family]
-    return lambda device, lanes: EmbodiedRecipeWork(recipe, simulating, body, device, lanes).work(
-        graph
-    )
+    return lambda device, lanes: EmbodiedRecipeWork(
+        recipe, simulating, spec, guessed, policy, device, lanes
+    ).work(graph)
 
 
 @dataclass(frozen=True)
 class EmbodiedRecipeWork:
-    """A recipe's sizes, and how many lanes of a kind there are."""
+    """A recipe's sizes, and how many lanes of a kind there are.
+
+    Attributes:
+        spec: of the environment; `guessed` is what is assumed in it, "" for nothing.
+    """
 
     recipe: EmbodiedRecipe
     simulating: Simulating
-    body: Body | None
+    spec: EnvironmentSpec
+    guessed: str
+    policy: Body | SmallPolicy
     device: Device
     lanes: int
 
     def work(self, graph: FlowGraph) -> FlowWork:
-        model = self.recipe.policy.kind if self.body is None else self.body.text.name
+        policy = self.policy
+        model = policy.text.name if isinstance(policy, Body) else self.recipe.policy.kind
         return FlowWork(
             {node.name: self._stage(node) for node in graph.nodes},
             {worker: self._worker(worker) for worker in graph.workers},
@@ -143,24 +169,32 @@ class EmbodiedRecipeWork:
         )
 
     def _told(self) -> list[str]:
-        simulating, section = self.simulating, self.recipe.environment
+        simulating, section, policy = self.simulating, self.recipe.environment, self.policy
         family = section.name.partition(":")[0]
+        at_once = f"{self._at_once} simulators work at a time on a {self.device.kind} lane"
+        if not section.has_processes:
+            at_once = "simulators work one after the other, in their lane's own process"
         found = [
             f"{simulating.step * 1e3:g} ms of a core for a step of {family}",
             f"{self._picture * 1e3:g} ms to draw a picture",
-            f"{self._processes} simulators work at a time on a {self.device.kind} lane",
-            f"every rollout has {self._turns} turns",
-            f"{self._simulators_bytes['simulators'] / 1e9:.3g} GB of host memory for simulators",
+            at_once,
+            f"every rollout has {self._turns} turns, and every episode is as long as it may be",
+            f"{bytes_text(self._simulators_bytes['simulators'])} of host memory for simulators",
         ]
-        if self._pictures and self._on_gpu:
+        if self.guessed:
+            found.append(self.guessed)
+        if self._renderers:
             found.append(f"{RENDERER_BYTES / 1e9:g} GB of a gpu for each process that draws")
         if self.recipe.algorithm.further_draws:
             found.append("every further draw is of all groups: the most that it can take")
-        if self.body is not None:
+        if isinstance(policy, Body):
             found.append(
-                f"{self.body.tokens} tokens of an observation, "
-                f"{self.body.parameters / 1e9:.2f} billion parameters"
+                f"{policy.tokens} tokens of an observation, "
+                f"{policy.parameters / 1e9:.2f} billion parameters"
             )
+        elif self._on_gpu:
+            update = MINIBATCH_SECONDS[self.device.kind]
+            found.append(f"{update * 1e3:g} ms to launch an optimizer step of so small a policy")
         return found
 
     # --- sizes ------------------------------------------------------------------------------------
@@ -174,45 +208,68 @@ class EmbodiedRecipeWork:
         return self.simulating.drawn if self._on_gpu else self.simulating.picture
 
     @property
-    def _processes(self) -> int:
+    def _at_once(self) -> int:
         """Simulators that work at a time on a lane."""
-        given = self.recipe.environment.processes
-        if given is not None:
-            return max(1, given)
+        section = self.recipe.environment
+        if not section.has_processes:
+            return 1
+        if section.processes is not None:
+            return section.processes
         return CORES_BESIDE_GPU if self._on_gpu else 1
 
     @property
     def _environments(self) -> int:
-        """Environments on a lane, where all lanes have as many."""
+        """Environments on a lane, where all lanes have as many; so of its rollouts."""
         return -(-self.recipe.rollouts_per_step // self.lanes)
 
     @property
-    def _processes_started(self) -> int:
-        """Processes that they are in."""
-        return min(self._processes, self._environments)
+    def _loaded(self) -> int:
+        """Processes that they are in: a lane's own one counts where a heavy simulator is loaded."""
+        section = self.recipe.environment
+        if not section.has_processes and is_light(section.name):
+            return 0
+        return min(self._at_once, self._environments)
 
     @property
     def _simulators_bytes(self) -> dict[str, float]:
         one = self.simulating
-        size = (
-            self._processes_started * one.process_bytes + self._environments * one.environment_bytes
-        )
+        size = self._loaded * one.process_bytes + self._environments * one.environment_bytes
         return {"simulators": size}
+
+    @property
+    def _renderers(self) -> int:
+        """Processes of a lane that have the accelerator draw."""
+        section = self.recipe.environment
+        drawn = self._on_gpu and needs_renderer(section.name, section.options)
+        return self._loaded if drawn else 0
 
     @property
     def _turns(self) -> int:
         return -(-self.recipe.rollout.horizon // self.recipe.policy.chunk)
 
     @property
+    def _episodes(self) -> int:
+        """Of a rollout, where each is as long as it may be; the last one is cut off with it."""
+        longest = self.spec.max_episode_steps
+        if longest is None or not self.recipe.rollout.automatic_reset:
+            return 1
+        return -(-self.recipe.rollout.horizon // longest)
+
+    @property
     def _pictures(self) -> int:
-        drawn = self.recipe.policy.kind != "mlp" or "pixels" in self.recipe.environment.options
-        return len(self.recipe.policy.cameras) if drawn else 0
+        """That are drawn for an observation, whether the policy looks at them or not."""
+        return sum(part.is_picture for part in self.spec.observations)
 
     @property
     def _seen_bytes(self) -> float:
-        """Of an observation."""
-        side = float(self.recipe.environment.options.get("pixels", 256))
-        return 256.0 + 3 * side * side * self._pictures
+        """Of an observation as it moves: what the environment gives, whatever the policy makes of
+        it."""
+        return BESIDE_PICTURES + sum(part.nbytes for part in self.spec.observations)
+
+    @property
+    def _rollout_bytes(self) -> float:
+        """Of a whole rollout: what was seen in each turn, and where episodes were cut off."""
+        return (self._turns + self._episodes) * self._seen_bytes
 
     @property
     def _number(self) -> int:
@@ -222,17 +279,12 @@ class EmbodiedRecipeWork:
     # --- stages -----------------------------------------------------------------------------------
 
     def _stage(self, node: StageNode) -> StageWork:
-        whole = self._turns * self._seen_bytes
+        whole = self._rollout_bytes
         match node.method:
             case "begin":
-                call = self._simulated(self.simulating.reset)
-                return StageWork((call,), self._seen_bytes)
+                return StageWork((self._simulated(self._beginning),), self._seen_bytes)
             case "step":
-                steps = self.recipe.policy.chunk * self.simulating.step
-                drawing = self._pictures * self._picture
-                stepping = self._simulated(steps + drawing)
-                beside = self._on_gpu and self.recipe.environment.has_processes  # its own cores
-                return StageWork((replace(stepping, elsewhere=float(beside)),), self._seen_bytes)
+                return StageWork((self._stepping(),), self._seen_bytes + whole / self._turns)
             case "act":
                 turns = Quantiles((float(self._turns),) * 2)
                 acting = LayoutWork(call=self._acting, working_bytes=self._acting_bytes)
@@ -244,16 +296,40 @@ class EmbodiedRecipeWork:
                 return StageWork(tuple(map(self._training, self._divisions)), 256.0)
         return StageWork((LayoutWork(call=lambda n: Work(seconds=CALL_SECONDS + 1e-5 * n)),), whole)
 
+    @property
+    def _beginning(self) -> float:
+        """Seconds of an episode's beginning, with its first observation."""
+        return self.simulating.reset + self._pictures * self._picture
+
+    def _stepping(self) -> LayoutWork:
+        """A turn of each simulator; in some of them the next episode begins.
+
+        What a rollout leaves behind comes with its last turn, so that a mean one has its share.
+        """
+        drawn = self._pictures * self._picture
+        chunk = self.recipe.policy.chunk
+        if self.recipe.environment.name.startswith("maniskill:"):  # observes as part of each step
+            drawn *= chunk
+        turn = chunk * self.simulating.step + drawn
+        again = (self._episodes - 1) / self._turns * self._beginning
+        beside = self._on_gpu and self.recipe.environment.has_processes  # its own cores
+        elsewhere = turn / (turn + again) if beside else 0.0  # who begins an episode is waited for
+        return replace(self._simulated(turn + again), elsewhere=elsewhere)
+
     def _simulated(self, seconds: float) -> LayoutWork:
         """So many seconds of a core for each simulator, and so many at a time."""
-        waves = self._processes
+        waves = self._at_once
         return LayoutWork(call=lambda n: Work(seconds=CALL_SECONDS + -(-n // waves) * seconds))
 
+    def _small(self, flops: float, seconds: float = 0.0) -> Work:
+        """So many FLOPs of a small policy, and seconds besides."""
+        share = SINGLE_PRECISION if self._on_gpu else CORE_ARITHMETIC[self.recipe.policy.kind]
+        return Work(flops, seconds=seconds, arithmetic=share)
+
     def _acting(self, count: int) -> Work:
-        body = self.body
-        if body is None:
-            forward = SMALL_TURN_SECONDS[self.recipe.policy.kind] / 3
-            return Work(seconds=CALL_SECONDS / 4 + count * forward)
+        body = self.policy
+        if isinstance(body, SmallPolicy):
+            return self._small(count * body.actor.forward, ACT_SECONDS[self.device.kind])
         read = self._number * body.parameters
         first = Work(
             count * body.forward_flops(), read, seconds=CALL_SECONDS, arithmetic=RATES.forward,
@@ -264,20 +340,32 @@ class EmbodiedRecipeWork:
         steps = decoding(body.text, count, count * body.tokens).times(body.decoded)
         return replace(first, then=(of_numbers(steps, self._number),))
 
+    @property
+    def _looked_at(self) -> int:
+        """Observations of a rollout whose value is asked for: those at which an episode was cut
+        off, and all of them where a critic apart has said nothing in acting."""
+        apart = isinstance(self.policy, SmallPolicy) and self.policy.critic is not None
+        return self._episodes + (self._turns if apart else 0)
+
     def _looking(self, count: int) -> Work:
-        """What cut episodes are worth; a rollout is cut once, in the mean."""
-        own = self.recipe.policy.kind == "mlp"  # whose critic has said nothing in acting
-        return self._acting(count * (self._turns if own else 1))
+        """What the cut episodes of rollouts are worth, and in what `look_beyond` judges else."""
+        if isinstance(self.policy, SmallPolicy):
+            flops = count * self._looked_at * self.policy.judging.forward
+            return self._small(flops, ACT_SECONDS[self.device.kind])
+        return self._acting(count * self._looked_at)  # acts, and drops what it decides
 
     def _looking_bytes(self, count: int) -> Held:
-        return self._acting_bytes(min(count, self.recipe.update.turns_per_microbatch))
+        at_once = self.recipe.update.turns_per_microbatch
+        return self._acting_bytes(min(count * self._looked_at, at_once))
 
     def _acting_bytes(self, count: int) -> Held:
-        if self.body is None:
-            return 0.0
-        text, tokens = self.body.text, count * self.body.tokens
+        body = self.policy
+        if isinstance(body, SmallPolicy):
+            widest = max(body.actor.widest, body.judging.widest)
+            return {"activations": count * (self._seen_bytes + FLOAT_BYTES * widest)}
+        text, tokens = body.text, count * body.tokens
         layer = self._number * (LAYER_HIDDEN * text.hidden + LAYER_CHANNELS * text.intermediate)
-        kept = text.kv_bytes_per_token * self._number / 2 if self.body.decoded else 0.0
+        kept = text.kv_bytes_per_token * self._number / 2 if body.decoded else 0.0
         return {"activations": tokens * layer, "keys and values": tokens * kept}
 
     # --- training ---------------------------------------------------------------------------------
@@ -301,82 +389,97 @@ class EmbodiedRecipeWork:
         """Whether activations are computed again."""
         return self.recipe.computes_again(self.device.kind)
 
-    @property
-    def _trained(self) -> float:
+    def _trained(self, body: Body) -> float:
         """Parameters that are trained."""
-        assert self.body is not None
         if not (rank := self.recipe.policy.lora_rank):
-            return self.body.parameters
-        beside = self.body.parameters / self.body.text.parameters
-        return self.body.text.adapter_parameters(rank) * beside
+            return body.trainable
+        beside = body.trainable / body.text.parameters
+        return body.text.adapter_parameters(rank) * beside
+
+    @property
+    def _updates(self) -> int:
+        """Optimizer steps of a step."""
+        recipe = self.recipe
+        if recipe.algorithm.name == "sac":
+            return recipe.replay.updates
+        return recipe.update.epochs * recipe.update.minibatches
 
     def _learning(self, division: Division, replicas: int) -> Work:
         """All passes over a replica's rollouts, and the optimizer steps, when the step's rollouts
         are all there."""
-        recipe, update = self.recipe, self._update(division, replicas)
+        recipe, policy = self.recipe, self.policy
         rollouts = ceil(recipe.rollouts_per_step / (replicas * division.fsdp))  # of a lane
         turns = float(rollouts * self._turns * recipe.update.epochs)
-        if recipe.algorithm.name == "sac":
-            steps = recipe.replay.updates * recipe.replay.batch_size
-            turns = steps * rollouts / recipe.rollouts_per_step
-        if self.body is None:
-            return Work(seconds=turns * SMALL_TURN_SECONDS[recipe.policy.kind], then=(update,))
+        if isinstance(policy, SmallPolicy):
+            if recipe.algorithm.name == "sac":
+                turns = self._updates * ceil(recipe.replay.batch_size / replicas)
+            flops = turns * policy.learning(values=recipe.algorithm.has_critic)
+            return replace(self._small(flops), then=(self._small_update(replicas),))
         frozen = recipe.policy.lora_rank > 0
         passes = FROZEN_FORWARD_AND_BACKWARD if frozen else FORWARD_AND_BACKWARD
         passes += RECOMPUTED_FORWARD if self._again else 0.0
-        flops = turns * passes * self.body.forward_flops()
+        flops = turns * passes * policy.forward_flops()
         rounds = turns / recipe.update.turns_per_microbatch
         return Work(
             flops,
-            sent_bytes=rounds * self._gathered_and_scattered(division),
+            sent_bytes=rounds * self._gathered_and_scattered(policy, division),
             span=division.fsdp,
             overlapped=True,
             arithmetic=RATES.training,
-            then=(update,),
+            then=(self._update(policy, division, replicas),),
         )
 
-    def _gathered_and_scattered(self, division: Division) -> float:
+    def _gathered_and_scattered(self, body: Body, division: Division) -> float:
         """Bytes that a lane sends for a micro-batch: weights for two passes, float32 gradients."""
-        assert self.body is not None
-        weights = ring_bytes(self._number * self.body.parameters, division.fsdp)
-        return weights + ring_bytes(GRADIENT_BYTES * self.body.parameters, division.fsdp) / 2
+        weights = ring_bytes(self._number * body.parameters, division.fsdp)
+        return weights + ring_bytes(GRADIENT_BYTES * body.parameters, division.fsdp) / 2
 
-    def _update(self, division: Division, replicas: int) -> Work:
+    def _small_update(self, replicas: int) -> Work:
+        """What optimizer steps of a small policy take beside the passes."""
+        seconds = self._updates * MINIBATCH_SECONDS[self.device.kind]
+        messages = float(self._updates * (replicas > 1))
+        return Work(messages=messages, span=replicas, seconds=seconds)
+
+    def _update(self, body: Body, division: Division, replicas: int) -> Work:
         """What optimizer steps take beside the passes."""
-        recipe = self.recipe
-        steps = recipe.update.epochs * recipe.update.minibatches
-        if recipe.algorithm.name == "sac":
-            steps = recipe.replay.updates
-        if self.body is None:
-            messages = float(steps * (replicas > 1))
-            return Work(messages=messages, span=replicas, seconds=steps * MINIBATCH_SECONDS)
-        own = self._trained / division.fsdp
+        own = self._trained(body) / division.fsdp
         return Work(
-            read_bytes=steps * 2 * ADAM_BYTES * own,
-            sent_bytes=ring_bytes(GRADIENT_BYTES * own, replicas) * steps,
+            read_bytes=self._updates * 2 * ADAM_BYTES * own,
+            sent_bytes=ring_bytes(GRADIENT_BYTES * own, replicas) * self._updates,
             span=division.fsdp * replicas,
             apart=division.fsdp,
             bandwidth=RATES.decode_bandwidth,
-            then=self._partial_microbatches(division),
+            then=self._partial_microbatches(body, division),
         )
 
-    def _partial_microbatches(self, division: Division) -> tuple[Work, ...]:
+    def _partial_microbatches(self, body: Body, division: Division) -> tuple[Work, ...]:
         """What shards send for micro-batches that are not full: one for each optimizer step."""
         if division.fsdp == 1:
             return ()
-        steps = self.recipe.update.epochs * self.recipe.update.minibatches
-        sent = steps * self._gathered_and_scattered(division)
+        sent = self._updates * self._gathered_and_scattered(body, division)
         return (Work(sent_bytes=sent, span=division.fsdp),)
 
+    def _rows(self, division: Division) -> int:
+        """Turns, or rows of SAC's batches, whose activations are there at a time at most."""
+        recipe, update = self.recipe, self.recipe.update
+        if recipe.algorithm.name == "sac":
+            return recipe.replay.batch_size
+        shares = update.minibatches * division.fsdp
+        minibatch = ceil(recipe.rollouts_per_step * self._turns / shares)
+        return min(update.turns_per_microbatch, minibatch)
+
     def _training_bytes(self, division: Division) -> Held:
-        if self.body is None:
-            return 0.0
-        body, turns = self.body, self.recipe.update.turns_per_microbatch
+        body, turns = self.policy, self._rows(division)
+        if isinstance(body, SmallPolicy):
+            return {"activations": turns * (self._seen_bytes + FLOAT_BYTES * body.kept)}
         tokens, layers = turns * body.tokens, body.text.layers
         towers = turns * body.pictures * PATCHES * body.widths
         wide = self._number / 2
         layer = tokens * layer_activations(body.text)
         kept = layers * layer + SMALL_LAYER_BYTES * towers
+        if (expert := body.expert) is not None:
+            moved = turns * body.moved * body.denoising
+            kept += moved * expert.layers * layer_activations(expert)
         if self._again:
             kept = 2 * (tokens * body.text.hidden * layers + towers) + layer
         found = {"activations": wide * kept}
@@ -388,27 +491,51 @@ class EmbodiedRecipeWork:
         return found
 
     def _worker(self, name: str) -> WorkerWork:
+        rollouts = {"rollouts": self._environments * self._rollout_bytes}
         if name == "simulator":
-            drawn = self._pictures and self._on_gpu
-            held = {"renderers": RENDERER_BYTES * self._processes_started} if drawn else 0.0
-            return WorkerWork([(ONE_LANE, held)], hosted=[(ONE_LANE, self._simulators_bytes)])
+            held = {"renderers": RENDERER_BYTES * self._renderers}
+            return WorkerWork(
+                [(ONE_LANE, held)], hosted=[(ONE_LANE, self._simulators_bytes | rollouts)]
+            )
         if name not in ("actor", "learner"):  # a pure function
             return WorkerWork(())
-        if self.body is None:
-            size = 4.0 * prod(self.recipe.policy.hidden)
-            return WorkerWork([(ONE_LANE, size * (1 if name == "actor" else 4))], size)
-        weights = self._number * self.body.parameters
+        weights = self._weights_bytes
         if name == "actor":
             return WorkerWork([(ONE_LANE, {"weights": weights})], weights)
+        hosted = [(in_shards(one), self._buffered_bytes or rollouts) for one in self._divisions]
+        states = [(in_shards(one), self._trained_bytes(one)) for one in self._divisions]
+        return WorkerWork(states, weights, hosted)
+
+    @property
+    def _weights_bytes(self) -> float:
+        policy = self.policy
+        number = FLOAT_BYTES if isinstance(policy, SmallPolicy) else self._number
+        return float(number * policy.parameters)
+
+    def _trained_bytes(self, division: Division) -> Held:
+        """Of the learner's state on each lane of a replica."""
+        policy = self.policy
+        if isinstance(policy, SmallPolicy):
+            held = {what: n * policy.parameters for what, n in trained_bytes(FLOAT_BYTES).items()}
+            if policy.twins is not None:
+                each = sum(trained_bytes(FLOAT_BYTES).values()) + FLOAT_BYTES
+                held["critics and their targets"] = 2 * each * policy.twins.parameters
+            return held
+        trained = self._trained(policy)
         if self.recipe.policy.lora_rank:
-            held = {
-                "weights": weights,
-                "adapters and their optimizer": TRAINED_BYTES * self._trained,
+            return {
+                "weights": self._weights_bytes,
+                "adapters and their optimizer": TRAINED_BYTES * trained,
             }
-            return WorkerWork([(ONE_LANE, held)], weights)
-        each = trained_bytes(self._number)
-        states = [
-            (in_shards(one), {what: n * self._trained / one.fsdp for what, n in each.items()})
-            for one in self._divisions
-        ]
-        return WorkerWork(states, weights)
+        held = {what: n * trained for what, n in trained_bytes(self._number).items()}
+        held["weights"] = self._weights_bytes
+        return {what: size / division.fsdp for what, size in held.items()}
+
+    @property
+    def _buffered_bytes(self) -> dict[str, float]:
+        """Of SAC's buffer, which each lane has all of; nothing for other algorithms."""
+        if self.recipe.algorithm.name != "sac":
+            return {}
+        actions = self.recipe.policy.chunk * self.spec.action.size
+        width = 2 * self.spec.state_size() + actions + 2
+        return {"replay buffer": float(FLOAT_BYTES * self.recipe.replay.capacity * width)}
