@@ -264,6 +264,29 @@ def test_replicas_have_as_many_lanes_as_their_layout() -> None:
         check_equal_gangs(node, Placement(((0, 1), (2,))))
 
 
+@pytest.mark.parametrize("replicas", [((0, 1),), ((1,), (0, 2))], ids=["gang", "unequal"])
+def test_a_gang_has_as_many_lanes_as_a_layout_that_can_be(
+    replicas: tuple[tuple[int, ...], ...],
+) -> None:
+    """A layout that the plan does not name passed on any gang: a worker drew other tokens there."""
+    lanes = tuple(LaneSpec(n) for n in range(3))
+    plan = replace(GOOD, lanes=lanes, **placed(gen=Placement(replicas)))
+
+    def check(*layouts: Layout, any_gang: tuple[str, ...] = ()) -> None:
+        declared = {"gen": [ONE_LANE, *layouts], "learner": [ONE_LANE, Layout("fsdp2", 2)]}
+        validate(plan, GRPO, 8, layouts=declared, any_gang=any_gang)
+
+    check(Layout("tp2", 2))
+    check(Layout("tp3", 3), any_gang=("gen",))
+    refused = r"placements\.gen\.replicas: the worker has no layout of 2 lanes .*of 1 lane$"
+    with pytest.raises(PlanError, match=refused):
+        check()
+    odd = Layout("tp2", 2, (("heads", 7, 2),))
+    with pytest.raises(PlanError, match=r"gen\.replicas: 7 heads cannot be .*of 1 or 3 lanes$"):
+        check(odd, Layout("tp3", 3))
+    check(odd, Layout("cp2", 2))
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_what_is_predicted_is_a_time(seconds: float) -> None:
     with pytest.raises(PlanError, match="predicted_seconds: must be positive"):

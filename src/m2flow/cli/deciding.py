@@ -12,7 +12,7 @@ from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import ONE_LANE, Layout
-from m2flow.plan import build_plan, isolated_workers, read_plan, validate
+from m2flow.plan import build_plan, isolated_workers, read_plan
 from m2flow.plan.account import LaneAccount, accounts
 from m2flow.plan.choose import check_fits, choose
 from m2flow.plan.choose.judge import shape, sized
@@ -24,7 +24,7 @@ from m2flow.plan.profile.work import Pricer
 from m2flow.plan.units import Items
 from m2flow.workloads.common.computed import lanes_named
 from m2flow.workloads.common.planning import (
-    declared_layouts,
+    check_plan,
     flow_of,
     lanes_of,
     layouts_of,
@@ -116,8 +116,7 @@ class Planning:
         mine = read_plan(self.asked.plan_file)
         if self.cluster is not None:
             mine = self._on_cluster(mine, self.cluster)
-        declared = declared_layouts(self.flow, mine.lanes)
-        validate(mine, self.graph, self.recipe.items_per_step, self.isolated, declared)
+        check_plan(mine, self.flow, self.graph, self.recipe.items_per_step)
         return mine
 
     def _on_cluster(self, mine: Plan, cluster: Cluster) -> Plan:

@@ -247,6 +247,12 @@ class Worker:
         """Let go of what `load` brought up."""
 
 
+def declares_layouts(worker: Worker) -> bool:
+    """Whether a worker says itself in which layouts it can stand. The lanes of any other's gang,
+    however many, share the items of each call."""
+    return type(worker).layouts is not Worker.layouts
+
+
 def saves(worker: Worker) -> bool:
     """Whether a worker's state can be moved: it says how to save it, and how to restore it."""
     kind = type(worker)

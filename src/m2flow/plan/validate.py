@@ -25,6 +25,7 @@ def validate(
     num_items: int,
     isolated: Collection[str] = (),
     layouts: Mapping[str, Collection[Layout]] = MappingProxyType({}),
+    any_gang: Collection[str] = (),
 ) -> None:
     """Check a plan against the graph it is to carry out.
 
@@ -35,6 +36,7 @@ def validate(
         isolated: workers that must stand on lanes reserved for them, but for an eager run.
         layouts: those that workers declare, as far as the caller knows; the layouts of other
             workers are not checked.
+        any_gang: workers whose gangs may have any number of lanes in the layout ONE_LANE.
 
     Raises:
         PlanError: the first thing that does not fit.
@@ -54,6 +56,8 @@ def validate(
                 raise PlanError("must not be negative", key=key, value=size)
         if worker in layouts:
             _check_layout(worker, placement, layouts[worker])
+            if worker not in any_gang:
+                _check_gang_sizes(worker, placement, layouts[worker])
     for edge in graph.weight_edges:
         if edge.source not in graph.workers:
             raise PlanError(
@@ -185,6 +189,23 @@ def _check_layout(worker: str, placement: Placement, declared: Collection[Layout
             key=f"placements.{worker}.replicas",
             value=placement.replicas,
             expected=f"{layout.lanes} lanes in each replica, or another layout",
+        )
+
+
+def _check_gang_sizes(worker: str, placement: Placement, declared: Collection[Layout]) -> None:
+    """Refuse gangs of so many lanes as no layout has that the worker can have."""
+    possible = sorted({one.lanes for one in declared if one.obstacle() is None})
+    for gang in placement.replicas:
+        size = len(gang)
+        if size in possible:
+            continue
+        obstacles = (one.obstacle() for one in declared if one.lanes == size)
+        lanes = " or ".join(map(str, possible))
+        raise PlanError(
+            next(obstacles, None) or f"the worker has no layout of {size} lanes",
+            key=f"placements.{worker}.replicas",
+            value=placement.replicas,
+            expected=f"replicas of {lanes} lane{'' if possible == [1] else 's'}",
         )
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from m2flow.errors import UserError
+from m2flow.flow.worker import Gang, Place
 from m2flow.plan import parse_lanes
 from m2flow.runtime.driver.launch import launch
 from m2flow.workloads.agentic.experiment import AgenticExperiment
@@ -70,6 +72,14 @@ def outcome_of(experiment: AgenticExperiment, mode: str, **more: Any) -> Outcome
 @pytest.fixture(scope="module")
 def eager(experiment: AgenticExperiment) -> Outcome:
     return outcome_of(experiment, "eager")
+
+
+def test_a_gang_is_refused_before_the_engine_is_made(experiment: AgenticExperiment) -> None:
+    """Each lane drew its part of every token, of items that only one of the lanes had."""
+    generator = experiment.flow().generator
+    with pytest.raises(UserError, match=r"TurnGenerator: has no layout of 2 lanes; .*of 1 lane$"):
+        generator.load(Place(gang=Gang(rank=1, size=2)))
+    assert not hasattr(generator, "engine")
 
 
 def test_the_eager_run_uses_tools_and_learns(eager: Outcome, warmed: ModelSource) -> None:

@@ -180,6 +180,41 @@ def test_a_plan_that_runs_further_ahead_than_the_data_allow_is_refused(tmp_path:
         planned(read_recipe({**keys, **more, "max_staleness": 1}), file)
 
 
+@pytest.mark.parametrize(
+    ("keys", "worker", "error"),
+    [
+        ({"workload": "agentic"}, "generator", "the worker has no layout of 3 lanes"),
+        (
+            {"workload": "reasoning", "generation": {"engine": "vllm"}},
+            "generator",
+            "the worker has no layout of 3 lanes",
+        ),
+        ({"workload": "reasoning"}, "generator", "2 key-value heads cannot be divided by 3"),
+        (
+            {"workload": "embodied", "environment": {"name": "table"}},
+            "learner",
+            "the worker has no layout of 3 lanes",
+        ),
+        ({"workload": "reasoning"}, "learner", None),
+        ({"workload": "reasoning"}, "verifier", None),
+    ],
+)
+def test_a_gang_that_the_worker_has_no_layout_for_is_refused(
+    tmp_path: Path, keys: dict[str, Any], worker: str, error: str | None
+) -> None:
+    """The lanes of a gang drew each a part of every token, for items that only one of them had."""
+    recipe = read_recipe({**keys, "mode": "collocated", "lanes": "3xcpu:1"})
+    _, plan = planned(recipe)
+    gang = replace(plan.placements[worker], replicas=((0, 1, 2),))
+    file = tmp_path / "plan.json"
+    file.write_text(to_json(replace(plan, placements={**plan.placements, worker: gang})))
+    if error is None:
+        assert planned(recipe, file)[1].placements[worker] == gang
+        return
+    with pytest.raises(UserError, match=rf"placements\.{worker}\.replicas: {error}"):
+        planned(recipe, file)
+
+
 def test_lanes_of_a_devices_own_kind_have_an_account() -> None:
     recipe = read_recipe({"workload": "reasoning", "mode": "collocated", "lanes": "cpu:2"})
     graph, plan = planned(recipe)

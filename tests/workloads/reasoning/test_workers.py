@@ -16,6 +16,7 @@ import torch
 
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch, Place, Ragged
+from m2flow.flow.worker import Gang
 from m2flow.rewards.reward import WeightedReward
 from m2flow.runtime.driver.runner import _mean
 from m2flow.training.division import Division
@@ -125,6 +126,12 @@ def test_layouts_are_known_before_a_worker_is_loaded(warmed: ModelSource, recipe
 
 
 # Generator
+
+
+def test_an_engine_of_another_package_is_refused_on_a_gang(warmed: ModelSource) -> None:
+    generator = Generator(warmed, samples_per_prompt=2, max_new_tokens=3, engine="vllm")
+    with pytest.raises(UserError, match="Generator: has no layout of 2 lanes"):
+        generator.load(Place(gang=Gang(size=2)))
 
 
 def test_every_sample_comes_once_with_the_columns_of_its_prompt(

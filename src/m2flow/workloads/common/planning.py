@@ -12,7 +12,7 @@ from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import PlanError, UserError, suggestion
 from m2flow.flow import Flow
 from m2flow.flow.graph import FlowGraph
-from m2flow.flow.worker import Layout
+from m2flow.flow.worker import Layout, declares_layouts
 from m2flow.plan import (
     build_plan,
     check_machine,
@@ -66,10 +66,27 @@ def planned(recipe: Recipe, plan_file: Path | None = None) -> tuple[FlowGraph, P
             max_staleness=recipe.max_staleness,
             deadline_seconds=recipe.deadline_seconds,
         )
-    validate(plan, graph, recipe.items_per_step, isolated, declared_layouts(flow, plan.lanes))
+    check_plan(plan, flow, graph, recipe.items_per_step)
     for node in graph.nodes:
         check_equal_gangs(node, plan.placements[node.worker])
     return graph, plan
+
+
+def check_plan(plan: Plan, flow: Flow, graph: FlowGraph, num_items: int) -> None:
+    """Check a plan against a flow and the layouts that its workers declare.
+
+    Args:
+        plan: the plan.
+        flow, graph: the flow, and its step.
+        num_items: source items of a step.
+
+    Raises:
+        PlanError: the first thing that does not fit.
+    """
+    workers = flow.workers.items()
+    any_gang = {name for name, worker in workers if not declares_layouts(worker)}
+    layouts = declared_layouts(flow, plan.lanes)
+    validate(plan, graph, num_items, isolated_workers(flow), layouts, any_gang)
 
 
 def lanes_of(recipe: Recipe) -> tuple[LaneSpec, ...]:

@@ -19,8 +19,8 @@ class TurnGenerator(Generator):
     """Draws turns by continuous batching.
 
     What is drawn follows from a trajectory's seed, its tokens so far and the number of its turns,
-    and not from what else is drawn. It stands on single lanes: a gang's lanes would have to agree
-    on the trajectories of each call.
+    and not from what else is drawn. It stands on single lanes, and `load` refuses a gang: its lanes
+    would have to agree on the trajectories of each call.
 
     Args:
         model: initial weights.

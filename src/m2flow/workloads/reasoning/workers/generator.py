@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Generator as Coroutine
 from typing import TYPE_CHECKING, Any
 
+from m2flow.errors import UserError
 from m2flow.flow import Batch, Layout, Place, Worker, stage
 from m2flow.flow.worker import ONE_LANE
 from m2flow.generation.supported import ENGINES
@@ -107,6 +108,7 @@ class Generator(Worker):
 
     def load(self, place: Place) -> None:
         super().load(place)
+        self._check_gang(place)
         self._stop_ids, self._stop_strings = self.model.ends(self.stop_strings())
         dtype = dtype_on(self.dtype, place.device)
         self._whole = None if self.adapted is None else self.adapted.tensors(place.device)
@@ -129,6 +131,16 @@ class Generator(Worker):
             return
         with in_turn(place, self.model):
             self.engine = self._native(place, dtype, cache_bytes)
+
+    def _check_gang(self, place: Place) -> None:
+        """Refuse a gang over which the model is not divided: its lanes would not draw as one."""
+        kind, size = "cpu" if place.device == "cpu" else "gpu", place.gang.size
+        if all(layout.lanes != size for layout in self.layouts(kind, size)):
+            raise UserError(
+                f"has no layout of {size} lanes",
+                key=type(self).__name__,
+                expected="replicas of 1 lane",
+            )
 
     def _cache_bytes(self, place: Place, dtype: torch.dtype) -> int | None:
         """What keys and values may take beside the weights: the same on all lanes of the gang.
