@@ -297,6 +297,11 @@ def test_a_profile_file(tiny: Path, m2flow: M2flow) -> None:
     for mode in ("auto", "collocated"):
         outcome = m2flow(*words, "--mode", mode)
         assert (outcome.code, outcome.err) == (0, "")
+    plan = json.loads(m2flow(*words, "--mode", "collocated", "--json").out)
+    plan["lanes"][0]["gpu"] = 0
+    Path("mine.json").write_text(json.dumps(plan))
+    refusal = m2flow(*words, "--plan", "mine.json").error
+    assert refusal.startswith("lanes: lane 0 of kind cpu names accelerator 0; expected")
     refusal = m2flow(*words, "samples_per_prompt=8", "--mode", "auto").error
     assert refusal.startswith("profile.json: was made for something else: ")
     assert "shapes.samples_per_prompt is 8 here and 4 there" in refusal

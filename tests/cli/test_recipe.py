@@ -74,6 +74,9 @@ Refused = Callable[..., str]
             ["data.dataset.b: is no share of the problems (got 0); expected a whole number"],
         ),
         ("data={task: gym, dataset: [a]}", ["data.dataset: is wrong (got ['a'])", "a table of"]),
+        ("deadline_seconds=1e15", ["deadline_seconds: is wrong (got 10000", "equal to 1000000"]),
+        ("load_deadline_seconds=1e7", ["load_deadline_seconds: is wrong", "equal to 1000000"]),
+        ("grace_seconds=1e10", ["grace_seconds: is wrong", "equal to 1000000"]),
         ("layouts=fsdp2", ["layouts", "'fsdp2'", "expected a table of keys"]),
         ("samples_per_prompt=1", ["samples_per_prompt", "grpo", "got 1", "at least 2"]),
         (

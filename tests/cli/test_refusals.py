@@ -123,6 +123,18 @@ def rename(table: str, old: str, new: str) -> Callable[[dict[str, Any]], None]:
         (rename("placements", "verifier", "critic"), ["placements.verifier", "no placement"]),
         (lambda plan: plan.pop("lanes"), ["plan.json", "lanes", "missing"]),
         (lambda plan: plan.update(lanes=[]), ["lanes", "at least one lane"]),
+        (
+            lambda plan: plan["lanes"][0].update(kind="gpu"),
+            ["lanes: lane 0 of kind gpu names no accelerator; expected"],
+        ),
+        (
+            lambda plan: plan["lanes"][0].update(gpu=0),
+            ["lanes: lane 0 of kind cpu names accelerator 0; expected"],
+        ),
+        (
+            lambda plan: plan.update(deadline_seconds=1e15),
+            ["deadline_seconds: is too long (got 1000000000000000.0); expected at most 1,000,000"],
+        ),
         (lambda plan: plan.update(lane=3), ["plan.json", "lane", "did you mean 'lanes'?"]),
         (lambda plan: plan.update(max_staleness="1"), ["max_staleness", "'1'", "int"]),
         (lambda plan: plan.update(order=["learner.trian"]), ["order.learner.trian"]),

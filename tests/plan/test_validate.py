@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from m2flow.engine.plan import LONGEST_DEADLINE
 from m2flow.errors import PlanError
 from m2flow.flow import Flow, stage
 from m2flow.flow.graph import WeightEdge
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan, validate
-from m2flow.plan.validate import check_equal_gangs
+from m2flow.plan.validate import check_equal_gangs, check_executable
+from m2flow.runtime.lane.executor import PEER_PATIENCE
 from tests.plan.small_graphs import GRAPHS, GRPO
 
 ONE, TWO = Placement(((0,),)), Placement(((0,), (1,)))
@@ -57,6 +59,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gpus overlap": (
         lanes(LaneSpec(0, "gpu", gpu=2), LaneSpec(1, "gpu", gpu=2)),
         ("lanes: ", "lanes [0, 1] overlap on gpu 2"),
+    ),
+    "a gpu of a negative number": (
+        lanes(LaneSpec(0), LaneSpec(1, "gpu", gpu=-1)),
+        ("lanes: lane 1 is on an accelerator of a negative number (got -1)",),
     ),
     "worker without a place": (
         {"placements": {k: v for k, v in PLACED.items() if k != "score"}},
@@ -285,6 +291,39 @@ def test_a_gang_has_as_many_lanes_as_a_layout_that_can_be(
     with pytest.raises(PlanError, match=r"gen\.replicas: 7 heads cannot be .*of 1 or 3 lanes$"):
         check(odd, Layout("tp3", 3))
     check(odd, Layout("cp2", 2))
+
+
+@pytest.mark.parametrize(
+    ("lane", "error"),
+    [
+        (LaneSpec(1, "gpu"), "lane 1 of kind gpu names no accelerator; expected"),
+        (LaneSpec(1, "h100"), "lane 1 of kind h100 names no accelerator; expected"),
+        (LaneSpec(1, gpu=0), "lane 1 of kind cpu names accelerator 0; expected"),
+        (LaneSpec(1), None),
+        (LaneSpec(1, "gpu", gpu=0), None),
+        (LaneSpec(1, "h100", gpu=0), None),
+    ],
+)
+def test_a_lane_that_runs_names_an_accelerator_where_its_kind_is_of_one(
+    lane: LaneSpec, error: str | None
+) -> None:
+    """One of kind `gpu` without `gpu` ran on the CPU; one with `gpu` of kind `cpu` did on CUDA."""
+    plan = replace(GOOD, lanes=(LaneSpec(0), lane))
+    validate(plan, GRPO, 8)  # it can be priced for a cluster
+    if error is None:
+        check_executable(plan)
+        return
+    with pytest.raises(PlanError, match=f"lanes: {error}"):
+        check_executable(plan)
+
+
+def test_a_deadline_is_one_that_timers_hold() -> None:
+    """A wait for a socket counts milliseconds in 32 bits: of 50 days it made half a second."""
+    assert 1000 * PEER_PATIENCE * LONGEST_DEADLINE < 2**31
+    check_executable(replace(GOOD, deadline_seconds=LONGEST_DEADLINE))
+    for seconds in (1.001 * LONGEST_DEADLINE, 1e15, float("inf")):
+        with pytest.raises(PlanError, match=r"deadline_seconds: is too long .*at most 1,000,000"):
+            check_executable(replace(GOOD, deadline_seconds=seconds))
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

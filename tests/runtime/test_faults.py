@@ -182,6 +182,16 @@ def test_lanes_that_overlap_are_refused_before_anything_starts() -> None:
 
 
 @pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("mode", ["collocated", "eager"])
+@pytest.mark.parametrize("lane", [LaneSpec(0, "gpu"), LaneSpec(0, gpu=0)], ids=["gpu", "cpu"])
+def test_a_lane_whose_device_its_kind_belies_is_refused_before_anything_starts(
+    lane: LaneSpec, mode: str
+) -> None:
+    with pytest.raises(PlanError, match=r"lanes: lane 0 of kind .*accelerator"):
+        start(mode=mode, lanes=(lane,))
+
+
+@pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(
     ("spots", "words"),
     [

@@ -22,6 +22,7 @@ from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import Cluster, lane_specs, parse_cluster
 from m2flow.plan.profile.work import Pricer
 from m2flow.plan.units import Items
+from m2flow.plan.validate import check_executable
 from m2flow.workloads.common.computed import lanes_named
 from m2flow.workloads.common.planning import (
     check_plan,
@@ -117,6 +118,8 @@ class Planning:
         if self.cluster is not None:
             mine = self._on_cluster(mine, self.cluster)
         check_plan(mine, self.flow, self.graph, self.recipe.items_per_step)
+        if self.cluster is None:
+            check_executable(mine)
         return mine
 
     def _on_cluster(self, mine: Plan, cluster: Cluster) -> Plan:

@@ -11,6 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+LONGEST_DEADLINE = 1e6
+"""Seconds of a deadline at most: timers of the system that count milliseconds in 32 bits hold it,
+and twice as many."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaneSpec:
@@ -20,7 +24,7 @@ class LaneSpec:
         id: the lane's number.
         kind: "cpu" or "gpu"; beside accelerators of another sort, the name of its own, as "h100".
         cores: CPU cores the lane is bound to; empty for no binding.
-        gpu: index of the accelerator, or None.
+        gpu: index of the accelerator; None for a lane of CPU cores, or one that is only priced.
         memory_bytes: the most that states resident on the lane and the calls that run there may
             take; None for no limit.
         node: which machine of the cluster the lane is on; 0 is the one that launches the run.
@@ -99,7 +103,7 @@ class Plan:
         order: stage names, most preferred first, where a lane has a choice; topological if empty.
         max_staleness: how many steps the weights that generate may lag behind (0: on-policy).
         deadline_seconds: longest that a call may take before the run is stopped with an account
-            of who waits for whom.
+            of who waits for whom; of a plan that is run LONGEST_DEADLINE at most.
         fuse_loops: whether a loop whose members stand on the same single lanes goes around there,
             without a trip to the controller for each stage.
         predicted_seconds: what the planner expects of a step, or None.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
 
-from m2flow.engine.plan import LaneSpec, Placement, Plan
+from m2flow.engine.plan import LONGEST_DEADLINE, LaneSpec, Placement, Plan
 from m2flow.engine.steps import check_items
 from m2flow.engine.turns import whole_step_edges
 from m2flow.errors import PlanError, suggestion
@@ -101,6 +101,12 @@ def _check_lanes(lanes: tuple[LaneSpec, ...]) -> None:
                 key="lanes",
                 value=lane.kind,
                 expected="cpu, gpu or a device's name, such as h100",
+            )
+        if lane.gpu is not None and lane.gpu < 0:
+            raise PlanError(
+                f"lane {lane.id} is on an accelerator of a negative number",
+                key="lanes",
+                value=lane.gpu,
             )
     for node in sorted({lane.node for lane in lanes}):
         if node < 0:
@@ -216,6 +222,30 @@ def check_equal_gangs(node: StageNode, placement: Placement) -> None:
             "stands on gangs of unequal size, which could not sum over their lanes",
             key=f"placements.{node.worker}",
             value=placement.replicas,
+        )
+
+
+def check_executable(plan: Plan) -> None:
+    """Refuse what a plan may say that is only priced, and not one that is run.
+
+    Raises:
+        PlanError: a lane's kind and its accelerator contradict each other, or no timer holds the
+            deadline.
+    """
+    for lane in plan.lanes:
+        if (lane.kind == "cpu") != (lane.gpu is None):
+            named = "no accelerator" if lane.gpu is None else f"accelerator {lane.gpu}"
+            raise PlanError(
+                f"lane {lane.id} of kind {lane.kind} names {named}",
+                key="lanes",
+                expected='"gpu", its number, for a lane of an accelerator, and for no other',
+            )
+    if plan.deadline_seconds > LONGEST_DEADLINE:
+        raise PlanError(
+            "is too long",
+            key="deadline_seconds",
+            value=plan.deadline_seconds,
+            expected=f"at most {LONGEST_DEADLINE:,.0f} seconds",
         )
 
 

@@ -13,7 +13,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Worker
 from m2flow.plan import companion, validate, with_sizes
 from m2flow.plan.memory import check_memory
-from m2flow.plan.validate import check_equal_gangs
+from m2flow.plan.validate import check_equal_gangs, check_executable
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pool import LanePool
@@ -85,9 +85,10 @@ class Methods:
         """A plan of the step, with plans for the other methods that keep its placements.
 
         Raises:
-            PlanError: it does not fit the step's graph.
+            PlanError: it does not fit the step's graph, or cannot be run.
         """
         validate(plan, self.graphs[STEP], self.num_items[STEP], self.isolated)
+        check_executable(plan)
         plans = {STEP: plan}
         lanes = plan.lanes  # each further method may reserve some, numbered after those before
         for name in [name for name in self.graphs if name != STEP]:

@@ -25,7 +25,7 @@ from m2flow.plan import (
 )
 from m2flow.plan.profile.clusters import Cluster
 from m2flow.plan.profile.hardware import USABLE_MEMORY
-from m2flow.plan.validate import check_equal_gangs
+from m2flow.plan.validate import check_equal_gangs, check_executable
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_of
 
@@ -67,6 +67,7 @@ def planned(recipe: Recipe, plan_file: Path | None = None) -> tuple[FlowGraph, P
             deadline_seconds=recipe.deadline_seconds,
         )
     check_plan(plan, flow, graph, recipe.items_per_step)
+    check_executable(plan)
     for node in graph.nodes:
         check_equal_gangs(node, plan.placements[node.worker])
     return graph, plan

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from m2flow.engine.plan import LONGEST_DEADLINE
 from m2flow.errors import UserError
 
 # Strict: a truth value is no number, and a number that came as text is a mistake in the YAML.
@@ -21,6 +22,7 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 Natural = Annotated[int, Field(ge=0, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0, strict=True)]
+Deadline = Annotated[float, Field(gt=0, le=LONGEST_DEADLINE, strict=True)]
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 
@@ -129,13 +131,13 @@ class Recipe(Section):
     lane_memory: str | None = None
     layouts: dict[str, str] = Field(default_factory=dict)
     max_staleness: Natural = 0
-    deadline_seconds: Positive = 600.0
-    load_deadline_seconds: Positive = 1800.0
+    deadline_seconds: Deadline = 600.0
+    load_deadline_seconds: Deadline = 1800.0
     lane_restarts: Natural = 3
     elastic: Flag = False
     spare_lanes: Natural = 1
     snapshot_every: Count | None = None
-    grace_seconds: Positive = 20.0
+    grace_seconds: Deadline = 20.0
     journal_gb: NonNegative = 2.0
     max_skipped_updates: Natural = 3
     evaluation: EvaluationSection = EvaluationSection()
