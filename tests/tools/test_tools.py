@@ -348,6 +348,45 @@ def test_arguments_are_of_the_types_of_the_functions_parameters() -> None:
     assert said({"value": 1, "round_up": 1})[1]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"word": None}, {"word": "a", "times": None}, {"word": "a", "marks": [1, None]},
+        {"word": "a", "size": None}, {"word": "a", "share": 10**400}, {"word": "a", "plain": None},
+    ],
+)  # fmt: skip
+def test_arguments_that_the_function_would_raise_of_are_the_callers_mistake(wrong: Any) -> None:
+    """`null` was of every type, and a whole number no float holds raised in the reading."""
+
+    def order(
+        word: str,
+        times: int = 2,
+        marks: list[int] = [],  # noqa: B006
+        size: Literal["small", "large"] = "small",
+        share: float = 1.0,
+        plain="",  # type: ignore[no-untyped-def]  # noqa: ANN001
+    ) -> str:
+        return f"{word * times}{sum(marks)}{size.upper()}{2 * share}{plain.upper()}"
+
+    (found,) = Toolbox([FunctionTool(order)]).carry_out([ToolCall("order", wrong)])
+    assert (found.error, found.failure) == (True, "")
+    assert f"{list(wrong)[-1]} must be " in found.text
+
+
+def test_null_is_an_argument_where_the_type_or_the_default_says_so() -> None:
+    def order(
+        one: int | None,
+        other: Any,
+        noted: Annotated[int | None, "a number"] = 3,
+        several: list[int | None] = [],  # noqa: B006
+        last: str = None,  # type: ignore[assignment]  # noqa: RUF013
+    ) -> str:
+        return f"{one} {other} {noted} {several} {last}"
+
+    given = {"one": None, "other": None, "noted": None, "several": [None, "1"], "last": None}
+    assert FunctionTool(order).call(given, 1.0) == "None None None [None, 1] None"
+
+
 def test_the_types_of_parameters_are_told_as_they_are() -> None:
     """All but texts, numbers and truth values were told as texts, `**others` among them."""
 

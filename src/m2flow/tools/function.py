@@ -56,8 +56,11 @@ class FunctionTool:
             bound = self._signature.bind(**arguments)
         except TypeError as error:
             raise ToolError(str(error)) from None
-        for name in bound.arguments.keys() & self._kinds.keys():
-            bound.arguments[name] = _read_as(self._kinds[name], name, bound.arguments[name])
+        for name, value in bound.arguments.items():
+            if value is None and self._signature.parameters[name].default is None:
+                continue
+            if name in self._kinds or value is None:
+                bound.arguments[name] = _read_as(self._kinds.get(name, str), name, value)
         found = self._function(*bound.args, **bound.kwargs)
         return str(run_coroutine(found) if inspect.iscoroutine(found) else found)
 
@@ -82,22 +85,24 @@ def _untold(why: str, value: str) -> UserError:
     )
 
 
-def _bare(kind: Any) -> Any:
-    """A type without what is noted beside it, and without None."""
+def _bare(kind: Any) -> tuple[Any, bool]:
+    """A type without what is noted beside it, and without None; and whether it admits None."""
+    admits_none = False
     while True:
         inner = typing.get_args(kind)
         if typing.get_origin(kind) in (typing.Union, UnionType):
+            admits_none |= NoneType in inner
             inner = tuple(one for one in inner if one is not NoneType)
             if len(inner) > 1:
-                return kind
+                return kind, admits_none
         elif typing.get_origin(kind) is not typing.Annotated:
-            return kind
+            return kind, admits_none or kind is Any
         kind = inner[0]
 
 
 def _schema(kind: Any) -> dict[str, Any] | None:
     """The JSON schema of a type's values; None where there is none."""
-    kind = _bare(kind)
+    kind, _ = _bare(kind)
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
     if kind is Any:
         return {}
@@ -116,9 +121,9 @@ def _read_as(kind: Any, name: str, value: Any) -> Any:
     Raises:
         ToolError: it is none of that type.
     """
-    kind = _bare(kind)
+    kind, admits_none = _bare(kind)
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if value is None or kind is Any:
+    if kind is Any or (value is None and admits_none):
         return value
     if origin is typing.Literal:
         chosen = _read_as(type(inner[0]), name, value)
@@ -137,9 +142,9 @@ def _converted(kind: type, name: str, value: Any) -> Any:
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
     whole = isinstance(value, float) and value.is_integer()  # as JSON may write a whole number
-    if number and (kind in (float, str) or (kind is int and whole)):
-        return kind(value)
     try:
+        if number and (kind in (float, str) or (kind is int and whole)):
+            return kind(value)
         if kind is bool and isinstance(value, str):
             return {"true": True, "false": False}[value.strip().lower()]
         if kind in (int, float) and isinstance(value, str):
@@ -148,6 +153,6 @@ def _converted(kind: type, name: str, value: Any) -> Any:
             read = json.loads(value)
             if isinstance(read, kind):
                 return read
-    except (ValueError, KeyError, RecursionError):
+    except (ValueError, OverflowError, KeyError, RecursionError):
         pass
     raise ToolError(f"{name} must be of the type {_TYPES[kind]}, and is {value!r}")
