@@ -106,7 +106,7 @@ ENDED_BY = {
     "runtime/transport/listening.py: Listener._accept": "`close`, which shuts the socket down",
     "runtime/transport/sweeping.py: _clear_after": "nobody need: it is a file",
     "runtime/transport/sweeping.py: Sweeper.close": "the shell: its input has ended",
-    "tools/mcp.py: _ServerProcess.run": THREAD,
+    "tools/mcp.py: _ServerProcess._talk": THREAD,
     "tools/toolbox.py: Toolbox.carry_out": "`_answer`: each call has `tool_deadline_seconds`",
     "training/checkpoint.py: broken_file": "the disk: files are read to their end",
     "training/checkpoint.py: _write_manifest": "the disk: files are read to their end",

@@ -21,6 +21,7 @@ from m2flow.tools.tool import ToolFailed
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
+SAYS_PORT = [sys.executable, "-c", "import os, sys; sys.exit('port ' + os.environ['PORT'])"]
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
@@ -116,12 +117,30 @@ def test_all_pages_of_a_list_of_tools_are_read(
         ({"command": SERVER, "only": ["revers"]}, "has no tool 'revers'"),
         ({"comand": SERVER}, "cannot use these options: .*comand"),
         ({"command": SERVER, "env": {"NO_SUCH": None}}, r"env\.NO_SUCH: is not set"),
+        ({"command": SERVER, "env": ["PORT=80"]}, r"^tools\.mcp\.env: is no table of variables"),
+        ({"command": SERVER, "env": {80: "x"}}, r"^tools\.mcp\.env: is no table of variables"),
+        ({"command": SERVER, "env": {"PORT": [80]}}, r"^tools\.mcp\.env\.PORT: is no text"),
+        ({"command": SERVER, "env": {"DEBUG": True}}, r"^tools\.mcp\.env\.DEBUG: is no text"),
+        ({"command": SERVER, "only": "reverse"}, r"^tools\.mcp\.only: is no list of names"),
+        ({"command": SAYS_PORT, "env": {"PORT": 8080}}, r"does not start: .*\(port 8080\)"),
     ],
 )
 def test_what_does_not_start_is_said_in_one_line(options: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said) as refused:
         make_tools([("mcp", {"env": ENVIRONMENT, **options})])
     assert "\n" not in str(refused.value)
+
+
+def test_what_a_process_cannot_be_started_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was waited for as long as a start may take, and called a server that gave nothing."""
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(mcp, "START_SECONDS", 5.0)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(UserError, match="the server does not start: No space left on device"):
+        make_tools([("mcp", {"command": SERVER})])
 
 
 def left_of(command: str) -> list[str]:

@@ -46,19 +46,20 @@ T = TypeVar("T")
 
 def mcp_tools(
     command: Sequence[str],
-    env: Mapping[str, str | None] | None = None,
+    env: Mapping[str, str | int | float | None] | None = None,
     only: Sequence[str] | None = None,
 ) -> list[MCPTool]:
     """The tools of a server, which is started to ask for them.
 
     Args:
         command: starts the server.
-        env: variables of its environment, beside `PATH`, `HOME` and the like; None stands for what
-            the variable is here.
+        env: variables of its environment, beside `PATH`, `HOME` and the like; a number is written
+            as text, and None stands for what the variable is here.
         only: names of the tools to take; None for all.
 
     Raises:
-        UserError: the server does not start, has no such tool, or a variable is not set here.
+        UserError: an option is of another form, the server does not start or has no such tool, or
+            a variable is not set here.
     """
     if importlib.util.find_spec("mcp") is None:
         raise UserError(
@@ -66,14 +67,21 @@ def mcp_tools(
             key="tools.mcp",
             hint='pip install "m2flow[mcp]"',
         )
-    if isinstance(command, str) or not command or not all(isinstance(w, str) for w in command):
+    if not _are_texts(command) or not command:
         raise UserError(
             "is no command",
             key="tools.mcp.command",
             value=command,
             expected='a list of words, such as ["my-server", "--stdio"]',
         )
-    servers = Servers(command, _filled(env or {}))
+    if only is not None and not _are_texts(only):
+        raise UserError(
+            "is no list of names",
+            key="tools.mcp.only",
+            value=only,
+            expected="the names of some of the server's tools, such as [search]",
+        )
+    servers = Servers(command, _filled({} if env is None else env))
     try:
         return _chosen(servers, command, only)
     except BaseException:
@@ -103,16 +111,33 @@ def _chosen(servers: Servers, command: Sequence[str], only: Sequence[str] | None
     return [tool for tool in listed if only is None or tool.name in only]
 
 
-def _filled(env: Mapping[str, str | None]) -> dict[str, str]:
+def _are_texts(value: object) -> bool:
+    """Whether a value of a recipe is a list of texts."""
+    return isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+
+
+def _filled(env: Mapping[str, str | int | float | None]) -> dict[str, str]:
     """Values of variables, with what the environment has where none is given."""
+    if not isinstance(env, Mapping) or not _are_texts([*env]):
+        raise UserError(
+            "is no table of variables",
+            key="tools.mcp.env",
+            value=env,
+            expected="names with their values, such as {PORT: 8080}",
+        )
+    filled = {}
     for name, value in env.items():
+        key = f"tools.mcp.env.{name}"
+        if isinstance(value, bool) or not isinstance(value, str | int | float | None):
+            raise UserError("is no text", key=key, value=value, expected="a text or null")
         if value is None and name not in os.environ:
             raise UserError(
                 "is not set in the environment",
-                key=f"tools.mcp.env.{name}",
+                key=key,
                 hint=f"export {name} before m2flow starts",
             )
-    return {name: os.environ[name] if value is None else value for name, value in env.items()}
+        filled[str(name)] = os.environ[name] if value is None else str(value)
+    return filled
 
 
 class MCPTool:
@@ -277,46 +302,58 @@ class _ServerProcess:
         self._running.cancel()  # a task's own `cancel` would also cut off the end of the process
 
     async def run(self) -> None:
-        """Start the process, carry out calls, end it."""
-        import anyio
-        from mcp import ClientSession, StdioServerParameters
-        from mcp.client.stdio import stdio_client
-        from mcp.shared.exceptions import MCPError
-        from mcp.types import INVALID_PARAMS
+        """Start the process, carry out calls, end it; who waits then is told why it has ended."""
+        why = ""
+        try:
+            with tempfile.TemporaryFile("w+") as errors:
+                fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # to its end, also when it is cut
+                why = await self._talk(errors)
+        except OSError as error:
+            why = str(error)
+        finally:
+            self.ended.set()
+            for waiting in (self.started, self._answer):
+                if not waiting.done():
+                    waiting.set_exception(ToolFailed(why))
 
-        words = StdioServerParameters(
-            command=self._command[0], args=list(self._command[1:]), env=dict(self._env)
-        )
-        with tempfile.TemporaryFile("w+") as errors:
-            fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # to its end, also when it is cut
-            why = "its tools have been closed"
-            try:
-                with anyio.CancelScope() as self._running:
-                    async with (
-                        stdio_client(words, errlog=errors) as (read, write),
-                        ClientSession(_WatchedStream(read, self._fall_silent), write) as session,
-                    ):
-                        async with asyncio.timeout(START_SECONDS):
-                            await session.initialize()
-                            self.listed = await _listed(session)
-                        self.started.set_result(None)
-                        while True:
-                            tool, arguments, seconds, answer = await self._asked.get()
-                            async with asyncio.timeout(seconds):
-                                try:
-                                    answer.set_result(await session.call_tool(tool, arguments))
-                                except MCPError as error:
-                                    if error.code != INVALID_PARAMS:
-                                        raise
-                                    answer.set_exception(ToolError(str(error)))
-                            _cut(errors)
-            except BaseException as error:
-                why = _told(error, errors)
-            finally:
-                self.ended.set()
-                for waiting in (self.started, self._answer):
-                    if not waiting.done():
-                        waiting.set_exception(ToolFailed(why))
+    async def _talk(self, errors: TextIO) -> str:
+        """Talk to a process that is started for it; return why that has come to its end.
+
+        Args:
+            errors: takes what the process writes to standard error.
+        """
+        try:
+            import anyio
+            from mcp import ClientSession, StdioServerParameters
+            from mcp.client.stdio import stdio_client
+            from mcp.shared.exceptions import MCPError
+            from mcp.types import INVALID_PARAMS
+
+            words = StdioServerParameters(
+                command=self._command[0], args=list(self._command[1:]), env=dict(self._env)
+            )
+            with anyio.CancelScope() as self._running:
+                async with (
+                    stdio_client(words, errlog=errors) as (read, write),
+                    ClientSession(_WatchedStream(read, self._fall_silent), write) as session,
+                ):
+                    async with asyncio.timeout(START_SECONDS):
+                        await session.initialize()
+                        self.listed = await _listed(session)
+                    self.started.set_result(None)
+                    while True:
+                        tool, arguments, seconds, answer = await self._asked.get()
+                        async with asyncio.timeout(seconds):
+                            try:
+                                answer.set_result(await session.call_tool(tool, arguments))
+                            except MCPError as error:
+                                if error.code != INVALID_PARAMS:
+                                    raise
+                                answer.set_exception(ToolError(str(error)))
+                        _cut(errors)
+        except BaseException as error:
+            return _told(error, errors)
+        return "its tools have been closed"
 
 
 class _WatchedStream:
