@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from m2flow.errors import UserError
 from m2flow.rewards.sandbox import Limits, ProgramOutcome
-from m2flow.tools import Toolbox, ToolCall, ToolError, make_tools, python, toolbox
+from m2flow.tools import Toolbox, ToolCall, ToolError, make_tools, python, search, toolbox
 from m2flow.tools.bm25 import BM25, terms_of
 from m2flow.tools.calculator import calculate
 from m2flow.tools.function import FunctionTool
@@ -109,6 +110,36 @@ def test_the_index_against_bm25s() -> None:
         assert score == pytest.approx(2.5 * float(scores[number]), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [("法国的首都", 0), ("法国 首都", 0), ("日本の首都", 1), ("サーバー", 2), ("ｶﾀｶﾅ", 2),
+     ("서울", 3), ("京", 1), ("capital of France", 4)],
+)  # fmt: skip
+def test_what_is_written_without_spaces_is_found(query: str, found: int) -> None:
+    """A sentence of Chinese or Japanese was one term, and no query found it."""
+    texts = [
+        "巴黎是法国的首都。", "東京は日本の首都です。", "データ・サーバーとｶﾀｶﾅ", "서울은 한국의 수도이다.",
+        "Paris is the capital of France.",
+    ]  # fmt: skip
+    assert BM25(texts).search(query, 1)[0][0] == found
+
+
+def test_terms_of_mixed_scripts() -> None:
+    assert terms_of("Die iPhone15手机壳・_x") == [
+        "die",
+        "iphone15",
+        *"手机壳",
+        "手机",
+        "机壳",
+        "_x",
+    ]
+
+
+def test_of_equal_scores_the_first_documents_win() -> None:
+    index = BM25(["b", *["a"] * 50, "a a a", *["a"] * 50])
+    assert [number for number, _ in index.search("a", 4)] == [51, 1, 2, 3]
+
+
 def corpus_in(folder: Path) -> Path:
     path = folder / "corpus.jsonl"
     rows = [
@@ -121,15 +152,36 @@ def corpus_in(folder: Path) -> Path:
 
 
 def test_search_gives_passages_in_lines(tmp_path: Path) -> None:
-    search = Search(str(corpus_in(tmp_path)), top=2)
-    assert search.call({"query": "capital of Switzerland"}, 1.0).splitlines() == [
+    tool = Search(str(corpus_in(tmp_path)), top=2)
+    assert tool.call({"query": "capital of Switzerland"}, 1.0).splitlines() == [
         "Doc 1: Bern: The capital of Switzerland.",
         "Doc 2: Paris is the capital of France.",
     ]
-    assert search.call({"query": "zebra"}, 1.0) == "nothing found"
+    assert tool.call({"query": "zebra"}, 1.0) == "nothing found"
     for wrong in ({}, {"query": 3}, {"query": " "}, {"query": "x", "top": 9}):
         with pytest.raises(ToolError):
-            search.call(wrong, 1.0)
+            tool.call(wrong, 1.0)
+
+
+def test_a_corpus_is_indexed_once_and_not_for_its_schema(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher indexed it to say what the tool is called; calls had waited within their own
+    deadline."""
+    indexing: list[str] = []
+
+    class Index(BM25):
+        def __init__(self, texts: Sequence[str]) -> None:
+            indexing.append(threading.current_thread().name)
+            super().__init__(texts)
+
+    monkeypatch.setattr(search, "BM25", Index)
+    box = Toolbox(make_tools([("search", {"corpus": str(corpus_in(tmp_path)), "top": 1})]))
+    assert box.schemas()
+    assert not indexing
+    found = box.carry_out([ToolCall("search", "capital of Switzerland")] * 8)
+    assert [one.text for one in found] == ["Doc 1: Bern: The capital of Switzerland."] * 8
+    assert indexing == [threading.current_thread().name]
 
 
 def test_programs_run_in_the_sandbox() -> None:

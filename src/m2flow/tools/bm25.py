@@ -12,15 +12,27 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
-_TERM = re.compile(r"\w+")
+_CJK = (
+    r"\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u3400-\u4dbf"
+    r"\u4e00-\u9fff\uac00-\ud7a3\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
+)
+"""Han, kana and Hangul: what is written without spaces, or with particles joined to words."""
+
+_RUN = re.compile(rf"([{_CJK}]+)|[^\W{_CJK}]+")
 
 
 def terms_of(text: str) -> list[str]:
-    """Words in lower case; no stemming, no stop words."""
-    return _TERM.findall(text.lower())
+    """Words in lower case, no stemming, no stop words; of Chinese, Japanese and Korean each
+    character and each pair of neighbours.
+    """
+    terms: list[str] = []
+    for run in _RUN.finditer(text.lower()):
+        terms += [*run[1], *map("".join, pairwise(run[1]))] if run[1] else [run[0]]
+    return terms
 
 
 class BM25:
@@ -56,5 +68,9 @@ class BM25:
             if term in self._weights:
                 numbers, weights = self._weights[term]
                 scores[numbers] += weights
-        best = np.argsort(-scores, kind="stable")[:count]
-        return [(int(number), float(scores[number])) for number in best if scores[number] > 0]
+        (found,) = np.nonzero(scores)
+        if len(found) > count:
+            least = np.partition(scores[found], -count)[-count]
+            found = found[scores[found] >= least]
+        best = found[np.argsort(-scores[found], kind="stable")][:count]
+        return [(int(number), float(scores[number])) for number in best]

@@ -2,14 +2,14 @@
 
 A corpus is a file of JSON lines, each with `text`, or `contents` as in the corpora of Search-R1 and
 FlashRAG, and with `title` if it has one; or a function `module:function` that gives the passages.
-It is read and indexed once in a process.
+It is indexed once in a process, and not before somebody is to search it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,20 @@ class Search:
             raise UserError(
                 "is no number of passages", key="tools.search.top", value=top, expected="1 or more"
             )
-        self._passages, self._index = indexed(corpus)
-        self._top, self._numbered = top, numbered
+        check_corpus(corpus)
+        self._corpus, self._top, self._numbered = corpus, top, numbered
+
+    def prepare(self) -> None:
+        """Read and index the corpus, which may take longer than a call."""
+        indexed(self._corpus)
 
     def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
         """The passages, one a line."""
         query = text_argument(arguments, "query")
         if not query.strip():
             raise ToolError("the query is empty")
-        found = [self._passages[number] for number, _ in self._index.search(query, self._top)]
+        passages, index = indexed(self._corpus)
+        found = [passages[number] for number, _ in index.search(query, self._top)]
         if not self._numbered:
             return "\n".join(found) or NOTHING
         lines = [f"Doc {rank}: {passage}" for rank, passage in enumerate(found, start=1)]
@@ -68,14 +73,31 @@ def indexed(path: str) -> tuple[tuple[str, ...], BM25]:
     """The passages of a corpus, and their index.
 
     Raises:
+        UserError: as for `check_corpus`.
+    """
+    passages = tuple(_read(path))
+    return passages, BM25(passages)
+
+
+def check_corpus(path: str) -> None:
+    """Read a corpus to its end, and keep nothing of it.
+
+    Raises:
         UserError: there is no such file or function, or a line of the file is no passage.
     """
-    file = Path(path).expanduser()
-    made = _FUNCTION.fullmatch(path) and not file.exists()
-    passages = tuple(_given(path) if made else _passages(file))
-    if not passages:
+    if not sum(1 for _ in _read(path)):
         raise UserError("holds no passage", key=path, expected='lines such as {"text": "..."}')
-    return passages, BM25(passages)
+
+
+def corpus_file(path: str) -> Path | None:
+    """The file of a corpus; None where it is what a function gives."""
+    file = Path(path).expanduser()
+    return None if _FUNCTION.fullmatch(path) and not file.exists() else file
+
+
+def _read(path: str) -> Iterable[str]:
+    file = corpus_file(path)
+    return _given(path) if file is None else _passages(file)
 
 
 def _given(path: str) -> list[str]:
@@ -91,13 +113,12 @@ def _given(path: str) -> list[str]:
     return found
 
 
-def _passages(path: Path) -> list[str]:
-    found = []
+def _passages(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    found.append(_passage(line, f"{path}:{number}"))
+                    yield _passage(line, f"{path}:{number}")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"the corpus cannot be read: {getattr(error, 'strerror', None) or error}",
@@ -105,7 +126,6 @@ def _passages(path: Path) -> list[str]:
             value=str(path),
             hint=_near(path),
         ) from None
-    return found
 
 
 def _passage(line: str, where: str) -> str:

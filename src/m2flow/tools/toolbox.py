@@ -57,10 +57,16 @@ class Toolbox:
             for tool in self.tools.values()
         ]
 
+    def prepare(self) -> None:
+        """Have tools read what they need, such as the index of a corpus; later calls do nothing."""
+        for tool in self.tools.values():
+            getattr(tool, "prepare", _nothing)()
+
     def carry_out(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """The answer of each call, in their order."""
         if not calls:
             return []
+        self.prepare()  # no call's deadline is for that
         with ThreadPoolExecutor(min(len(calls), self._concurrency)) as threads:
             return list(threads.map(partial(self._answer, patience=_Patience()), calls))
 
@@ -103,6 +109,10 @@ class Toolbox:
             return ToolResult(str(found)[:MAX_CHARACTERS], error=True, seconds=seconds)
         why = str(found) or type(found).__name__
         return ToolResult(failure=f"tool {tool.name}: {why}", seconds=seconds)
+
+
+def _nothing() -> None:
+    """Prepare nothing."""
 
 
 class _Patience:

@@ -76,6 +76,27 @@ def test_short_trajectories_under_a_long_limit_are_planned() -> None:
     assert "all that stands behind a prompt: 448 tokens in the mean" in found.assumptions
 
 
+def test_a_search_takes_the_longer_the_larger_its_corpus(tmp_path: Path) -> None:
+    """Of any corpus 5 ms were assumed, a tenth of what a search over a large one takes."""
+    corpus = tmp_path / "corpus.jsonl"
+
+    def told(num_bytes: int) -> str:
+        with corpus.open("wb") as file:
+            file.truncate(num_bytes)
+        words = [f"tools=[{{tool: search, options: {{corpus: {corpus}}}}}]"]
+        recipe = read_recipe(RECIPES / "qwen2.5-3b-grpo-search.yaml", words)
+        graph = WORKLOAD.flow(recipe).trace()  # type: ignore[arg-type]
+        pricer = WORKLOAD.prices(recipe, graph, NOTHING_ASSUMED)  # type: ignore[arg-type]
+        (device,) = parse_cluster("1x8xH100").kinds.values()
+        (line,) = [one for one in pricer(device, 8).assumptions if "of a tool's answer" in one]
+        return line
+
+    from m2flow.plan.profile.clusters import parse_cluster
+
+    assert told(10**6).endswith("after 0.24 ms")
+    assert told(10**10).endswith("after 400.2 ms")
+
+
 def test_adapters_that_are_published_cost_less_than_a_model() -> None:
     from m2flow.plan.profile.clusters import parse_cluster
 

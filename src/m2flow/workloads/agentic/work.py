@@ -24,7 +24,7 @@ from m2flow.plan.profile.work import (
     StageWork,
     Work,
 )
-from m2flow.workloads.agentic.config import SMALL_TASKS, AgenticRecipe
+from m2flow.workloads.agentic.config import SMALL_TASKS, AgenticRecipe, ToolPart
 from m2flow.workloads.common.workload import Assumed
 from m2flow.workloads.reasoning.supported import divides_by_heads, is_divided, shape_of
 from m2flow.workloads.reasoning.work import (
@@ -47,9 +47,15 @@ TURN_SHARE, RESULT_SHARE = 0.4, 0.5
 SMALL_PROMPT_TOKENS = 16
 """Of the small tasks that come with m2flow."""
 
-TOOL_SECONDS = {"calculator": 2e-4, "search": 5e-3, "python": 0.15}
-"""Of a call: a formula; a query over a million passages at most; a program with its sandbox. What
+CALL_OF_TOOL_SECONDS = 2e-4
+"""Of any call, beside what the tool does."""
+
+TOOL_SECONDS = {"calculator": CALL_OF_TOOL_SECONDS, "search": 5e-3, "python": 0.15}
+"""Of a call: a formula; a query over a corpus that is not here; a program with its sandbox. What
 another tool takes nobody knows."""
+
+SEARCH_SECONDS_PER_BYTE = 4e-11
+"""Of a query, of each byte of the corpus: 7 to 40 ms over a million passages of 600 bytes."""
 
 OTHER_TOOL_SECONDS = 0.2
 
@@ -96,7 +102,7 @@ def prices(recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
     if prompt_tokens is None and recipe.data.task in SMALL_TASKS:
         prompt_tokens = SMALL_PROMPT_TOKENS
     answers, told = answers_of(limited, assumed.model, prompt_tokens, whole)
-    seconds = max(TOOL_SECONDS.get(part.tool, OTHER_TOOL_SECONDS) for part in recipe.tools)
+    seconds = max(map(_tool_seconds, recipe.tools))
     told += (
         f"{turns:g} turns of a trajectory in the mean, {drawn / turns:.0f} tokens drawn in each",
         f"{result:.0f} tokens of a tool's answer, after {seconds * 1e3:g} ms",
@@ -125,6 +131,17 @@ def prices(recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         return _with_turns(base.work(graph, told), base, graph, each)
 
     return work
+
+
+def _tool_seconds(part: ToolPart) -> float:
+    """What a call of a tool takes."""
+    from m2flow.tools.search import corpus_file
+
+    if part.tool == "search" and "corpus" in part.options:
+        file = corpus_file(str(part.options["corpus"]))
+        if file is not None and file.is_file():
+            return CALL_OF_TOOL_SECONDS + SEARCH_SECONDS_PER_BYTE * file.stat().st_size
+    return TOOL_SECONDS.get(part.tool, OTHER_TOOL_SECONDS)
 
 
 @dataclass(frozen=True)

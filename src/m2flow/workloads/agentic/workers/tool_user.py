@@ -52,6 +52,7 @@ class ToolUser(Caller):
     def load(self, place: Place) -> None:
         super().load(place)
         self._box = toolbox_of(self.parts, self.episode)
+        self._box.prepare()
 
     def answers(self, calls: Sequence[ToolCall], seeds: Sequence[int]) -> list[ToolResult]:
         return self._box.carry_out(calls)
