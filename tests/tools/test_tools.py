@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, ClassVar, Literal, Optional
 
 import pytest
 from hypothesis import given
@@ -118,9 +118,12 @@ def test_the_index_against_bm25s() -> None:
 def test_what_is_written_without_spaces_is_found(query: str, found: int) -> None:
     """A sentence of Chinese or Japanese was one term, and no query found it."""
     texts = [
-        "巴黎是法国的首都。", "東京は日本の首都です。", "データ・サーバーとｶﾀｶﾅ", "서울은 한국의 수도이다.",
+        "巴黎是法国的首都。",
+        "東京は日本の首都です。",
+        "データ・サーバーとｶﾀｶﾅ",
+        "서울은 한국의 수도이다.",
         "Paris is the capital of France.",
-    ]  # fmt: skip
+    ]
     assert BM25(texts).search(query, 1)[0][0] == found
 
 
@@ -242,6 +245,34 @@ def test_a_function_is_a_tool() -> None:
     )
     assert [one.text for one in found[:2]] == ["abab", "xx"]
     assert found[2].error
+
+
+def test_a_text_is_the_argument_that_a_tool_needs() -> None:
+    """A tool without parameters was given an `input`, another one its first, needed or not."""
+
+    def clock() -> str:
+        return "12:00"
+
+    def zone(name: str = "UTC") -> str:
+        return name
+
+    class Nearest:
+        name, description = "nearest", "As a server may tell it."
+        parameters: ClassVar[dict[str, Any]] = {
+            "type": "object", "required": ["place"],
+            "properties": {"count": {"type": "integer"}, "place": {"type": "string"}},
+        }  # fmt: skip
+
+        def call(self, arguments: Any, seconds: float) -> str:
+            return json.dumps(arguments)
+
+        def close(self) -> None: ...
+
+    box = Toolbox([FunctionTool(clock), FunctionTool(zone), Nearest()])
+    asked = [("clock", ""), ("zone", ""), ("zone", "CET"), ("nearest", "Bern"), ("clock", "now")]
+    found = box.carry_out([ToolCall(*one) for one in asked])
+    assert [one.text for one in found[:4]] == ["12:00", "UTC", "CET", '{"place": "Bern"}']
+    assert (found[4].error, found[4].text) == (True, "clock takes no argument, and got 'now'")
 
 
 def test_a_coroutine_function_is_a_tool_and_runs_to_its_end() -> None:
@@ -416,7 +447,7 @@ def test_arguments_that_the_function_would_raise_of_are_the_callers_mistake(wron
         marks: list[int] = [],  # noqa: B006
         size: Literal["small", "large"] = "small",
         share: float = 1.0,
-        plain="",  # type: ignore[no-untyped-def]  # noqa: ANN001
+        plain="",  # type: ignore[no-untyped-def]
     ) -> str:
         return f"{word * times}{sum(marks)}{size.upper()}{2 * share}{plain.upper()}"
 

@@ -57,8 +57,7 @@ class ToolCall:
 
     Attributes:
         tool: name of a tool, whether there is one or not.
-        arguments: by name, or the whole text where a dialect has no names: it is then the value of
-            the tool's first parameter.
+        arguments: by name, or the whole text where a dialect has no names; see `arguments_of`.
     """
 
     tool: str
@@ -82,9 +81,26 @@ class ToolResult:
     seconds: float = 0.0
 
 
-def first_parameter(tool: Tool) -> str:
-    """The name of a tool's first argument."""
-    return next(iter(tool.parameters.get("properties", {})), "input")
+def required_of(tool: Tool) -> list[str]:
+    """Names of the arguments that a tool must be given."""
+    return list(tool.parameters.get("required") or ())
+
+
+def arguments_of(tool: Tool, text: str) -> dict[str, str]:
+    """The arguments by name of a call whose argument is a text.
+
+    It is the value of the parameter that the tool requires, or else of its first one. Without a
+    text a tool that requires nothing is given nothing.
+
+    Raises:
+        ToolError: there is a text, and the tool has no parameters.
+    """
+    names = required_of(tool) or list(tool.parameters.get("properties") or ())
+    if not text and not required_of(tool):
+        return {}
+    if not names:
+        raise ToolError(f"{tool.name} takes no argument, and got {text!r}")
+    return {names[0]: text}
 
 
 def text_argument(arguments: Mapping[str, Any], name: str) -> str:

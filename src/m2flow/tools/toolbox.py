@@ -20,7 +20,7 @@ from typing import Any
 
 from m2flow.errors import suggestion
 from m2flow.rewards.reward import TIMEOUTS_IN_A_ROW
-from m2flow.tools.tool import Tool, ToolCall, ToolError, ToolResult, first_parameter
+from m2flow.tools.tool import Tool, ToolCall, ToolError, ToolResult, arguments_of
 
 GRACE_SECONDS = 2.0
 """Beyond a call's deadline, for a tool that ends by itself what takes too long; a tool whose calls
@@ -83,7 +83,10 @@ class Toolbox:
             )
         arguments = call.arguments
         if isinstance(arguments, str):
-            arguments = {first_parameter(tool): arguments}
+            try:
+                arguments = arguments_of(tool, arguments)
+            except ToolError as error:
+                return ToolResult(str(error), error=True)
         if why := _unwritable(arguments):
             return ToolResult(f"the arguments cannot be written in UTF-8: {why}", error=True)
         late = f"tool {tool.name}: gave nothing within {self._seconds:g} s"

@@ -107,6 +107,23 @@ def test_without_a_chat_template_calls_stand_between_tags(
             episode_of(tiny_recipe(**words, **more))
 
 
+def distance(start: str, end: str) -> str:
+    """Say how far it is."""
+    return f"{start} {end}"
+
+
+def test_a_tool_that_needs_two_arguments_is_refused_between_tags(
+    tiny_recipe: MakeRecipe, chat_folder: Path
+) -> None:
+    """Every call of it was a wrong one."""
+    words = {"tools": f"{__name__}:distance", "warmup": {"steps": 0}}
+    said = r"^tools: .* needs start, end \(got 'distance'\).*set episode\.dialect to chat"
+    with pytest.raises(UserError, match=said) as refused:
+        AgenticExperiment(tiny_recipe(**words))
+    assert "\n" not in str(refused.value)
+    AgenticExperiment(tiny_recipe(**words, model={"path": str(chat_folder)}))
+
+
 def test_facts_are_found_and_nobody_knows_them_by_heart() -> None:
     facts = passages()
     assert len(facts) == 2 * len({*HELD_OUT, *KNOWN}) == 1200

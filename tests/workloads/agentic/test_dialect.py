@@ -58,6 +58,21 @@ def test_of_several_tools_the_first_word_names_one() -> None:
     assert two.turn_ids(ToolCall("search", {"query": "deep sea"})) == ids_of("[search deep sea]")
 
 
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("[python\nprint(1)]", ToolCall("python", "print(1)")),
+        ("[\npython\tprint(1)\nprint(2)\n]", ToolCall("python", "print(1)\nprint(2)")),
+        ("[clock]", ToolCall("clock", "")),
+        ("[]", ToolCall("", "")),
+    ],
+)
+def test_any_space_ends_the_word_that_names_a_tool(text: str, call: ToolCall) -> None:
+    """A line's end had been part of the name."""
+    two = TagDialect(BYTES, EpisodeSection(), ["python", "clock"])
+    assert two.calls(ids_of(text)) == [call]
+
+
 @given(st.text(max_size=60))
 def test_an_answer_is_encoded_whole_or_cut_and_marked(tags: TagDialect, text: str) -> None:
     ids, num_cut = tags.result_ids([ToolResult(text)])

@@ -141,7 +141,7 @@ class TagDialect:
         inner = inner.removesuffix(self._close).strip()
         if len(self._tools) == 1:
             return [ToolCall(self._tools[0], inner)]
-        tool, _, argument = inner.partition(" ")
+        tool, argument = (*inner.split(None, 1), "", "")[:2]
         return [ToolCall(tool, argument)]
 
     def end_ids(self, ids: Sequence[int]) -> list[int]:

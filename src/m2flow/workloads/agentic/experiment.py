@@ -13,7 +13,7 @@ from m2flow.tools import ToolCall
 from m2flow.training.rollouts import TokenPairs
 from m2flow.user_code import user_function
 from m2flow.workloads.agentic.config import AgenticRecipe
-from m2flow.workloads.agentic.dialect import ChatDialect, Dialect, dialect_of
+from m2flow.workloads.agentic.dialect import ChatDialect, Dialect, TagDialect, dialect_of
 from m2flow.workloads.agentic.flow import Agent, HostedAgent, episode_of, recipe_flow
 from m2flow.workloads.agentic.tasks import TASKS, TaskWithTurns
 from m2flow.workloads.agentic.workers.tool_user import toolbox_of
@@ -67,7 +67,22 @@ class AgenticExperiment(ReasoningExperiment):
             user_function(recipe.agent.function, "agent.function")
         self.turn_rewards = loaded(recipe.turn_reward or (), "turn_reward")
         super().__init__(recipe, model)
-        self._dialect_of(self._starting_tokenizer())  # refuses what it cannot write
+        dialect = self._dialect_of(self._starting_tokenizer())  # refuses what it cannot write
+        if isinstance(dialect, TagDialect):
+            self._refuse_several_arguments()
+
+    def _refuse_several_arguments(self) -> None:
+        """Refuse tools that no text between tags can call."""
+        for schema in self._schemas:
+            required = schema["function"]["parameters"].get("required") or ()
+            if len(required) > 1:
+                raise UserError(
+                    f"a call between tags is one text, and this tool needs {', '.join(required)}",
+                    key="tools",
+                    value=schema["function"]["name"],
+                    expected="tools that need one argument at most",
+                    hint="set episode.dialect to chat, or give parameters a default",
+                )
 
     def _dialect_of(self, tokenizer: Any) -> Dialect:
         recipe, options = self.recipe, self.recipe.data.template_variables
