@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -384,6 +385,36 @@ def test_arguments_of_a_call_may_be_written_anew(arguments: Any, same: bool) -> 
     else:
         with pytest.raises(RefusedRequest, match="each trajectory is one conversation"):
             talk.extend(again, [])
+
+
+def in_parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def test_a_content_in_parts_is_one_text_whoever_says_it() -> None:
+    """Templates wrote nothing of it, or could not: a tool's answer alone had been made one text."""
+
+    def talked(content: Callable[..., Any]) -> Conversation:
+        talk = conversation()
+        first = [
+            {"role": "system", "content": content("Be ", "brief.")},
+            {"role": "user", "content": content("1", "+2=")},
+        ]
+        talk.extend(first, [])
+        reply = {**talk.take(said("3")), "content": content("3")}
+        talk.extend([*first, reply, {"role": "user", "content": content("and ", "3+4?")}], [])
+        return talk
+
+    found, wanted = talked(in_parts), talked(lambda *texts: "".join(texts))
+    assert bytes(wanted.prompt_ids) == b"(system)Be brief.(end)(user)1+2=(end)(assistant)"
+    assert (found.prompt_ids, found.ids) == (wanted.prompt_ids, wanted.ids)
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_a_part_that_is_no_text_is_named(role: str) -> None:
+    content = [*in_parts("What is this?"), {"type": "image_url", "image_url": {"url": "data:"}}]
+    with pytest.raises(RefusedRequest, match="must be text, and a part is 'image_url'"):
+        conversation().extend([{"role": role, "content": content}], [])
 
 
 def test_a_trajectory_that_was_handed_on_takes_nothing_more() -> None:

@@ -118,7 +118,7 @@ class Conversation:
         try:
             text = written(
                 self._tokenizer,
-                [dict(message) for message in messages],
+                list(map(_with_text, messages)),
                 self._dialect.options,
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=True,
@@ -227,20 +227,23 @@ class Conversation:
 
 
 def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message, that of a tool with its content as one text."""
-    if message.get("role") != "tool":
+    """A message with its content as one text; an assistant's may have none beside its calls."""
+    content = message.get("content")
+    if content is None and message.get("role") != "tool":
         return dict(message)
-    return {**message, "content": _text(message.get("content"))}
+    return {**message, "content": _text(content)}
 
 
 def _text(content: Any) -> str:
     """The text of a message's content, which may come in parts."""
     if isinstance(content, str) or content is None:
         return content or ""
-    if not isinstance(content, list) or not all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
+    if not isinstance(content, list):
         raise RefusedRequest("contents of messages must be text")
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise RefusedRequest(f"contents of messages must be text, and a part is {kind!r:.80}")
     return "".join(part["text"] for part in content)
 
 
