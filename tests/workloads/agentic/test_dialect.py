@@ -110,6 +110,33 @@ def test_calls_in_a_chat_are_json(chat: ChatDialect) -> None:
     assert chat.calls(turn) == [ToolCall("f", {"x": 1})]
 
 
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+THOUGHT = "<think>\nI must answer within <tool_call></tool_call> tags.\n</think>\n\n"
+UNCLOSED = ToolResult("a call ends with </tool_call>", error=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (THOUGHT + "It is 5.", []),
+        (THOUGHT.removeprefix("<think>") + CALL, [ToolCall("f", {"x": 1})]),
+        (f"<think>{CALL} and then <tool_call></think>5", []),
+        (CALL.removesuffix("</tool_call>"), [UNCLOSED]),
+        (CALL + "<tool_call>", [ToolCall("f", {"x": 1}), UNCLOSED]),
+    ],
+)
+def test_calls_stand_behind_thoughts_and_are_closed(
+    chat: ChatDialect, text: str, found: list[Any]
+) -> None:
+    """A thought that names the tags was a call that cannot be read, and a call without its end
+    was the last answer."""
+    assert chat.calls([*ids_of(text), 256]) == found
+
+
+def test_what_stands_before_the_calls_has_the_thoughts_whole(chat: ChatDialect) -> None:
+    assert chat.before_calls(f"{THOUGHT}I ask. {CALL}{CALL}") == f"{THOUGHT}I ask. "
+
+
 def test_answers_in_a_chat_are_turns_of_the_template(chat: ChatDialect) -> None:
     def written(*texts: str) -> str:
         text: str = BYTES.decode(chat.result_ids([ToolResult(text) for text in texts])[0])

@@ -387,6 +387,16 @@ def test_arguments_of_a_call_may_be_written_anew(arguments: Any, same: bool) -> 
             talk.extend(again, [])
 
 
+def test_a_reply_that_calls_has_its_thoughts_whole() -> None:
+    """It was cut where they name the tags."""
+    talk = conversation()
+    talk.extend(HELLO, [])
+    thoughts = "<think>A call stands in <tool_call> tags.</think>"
+    reply = talk.take(said(f'{thoughts}<tool_call>{{"name": "f"}}</tool_call>'))
+    assert reply["content"] == thoughts
+    assert len(reply["tool_calls"]) == 1
+
+
 def in_parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 

@@ -171,7 +171,8 @@ class ChatDialect:
     """Calls as JSON in `<tool_call>` tags, answers as turns of the tokenizer's chat template.
 
     A turn ends with the model's own end token. What stands between it and the model's next turn is
-    what the template puts there, and is learned from the template itself.
+    what the template puts there, and is learned from the template itself. Tags within thoughts,
+    which end with `</think>`, are no calls.
 
     Raises:
         UserError: the template has no turns of tools.
@@ -179,7 +180,7 @@ class ChatDialect:
 
     stop_ids: tuple[int, ...] = ()
     closing_strings: tuple[str, ...] = ()
-    _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+    _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
     def __init__(
         self,
@@ -198,7 +199,16 @@ class ChatDialect:
 
     def calls(self, ids: Sequence[int]) -> list[ToolCall | ToolResult]:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        return [_read(found) for found in self._CALL.findall(text)]
+        _, said = _divided(text)
+        return [
+            _read(inner.strip()) if closed else ToolResult("a call ends with </tool_call>", error=True)
+            for inner, closed in self._CALL.findall(said)
+        ]
+
+    def before_calls(self, text: str) -> str:
+        """What stands before the first call in the text of a turn."""
+        thoughts, said = _divided(text)
+        return thoughts + said.partition("<tool_call>")[0]
 
     def end_ids(self, ids: Sequence[int]) -> list[int]:
         # A text of `generation.stop` may have ended it. The template writes the end token then too.
@@ -258,6 +268,12 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
     added = tokenizer.added_tokens_decoder.items()
     named = {number for number, token in added if token.special}
     return frozenset({tokenizer.eos_token_id, *named})
+
+
+def _divided(text: str) -> tuple[str, str]:
+    """The thoughts of a turn, the tag that ends them included, and what it says behind them."""
+    thoughts, end, said = text.rpartition("</think>")
+    return thoughts + end, said
 
 
 def _read(text: str) -> ToolCall | ToolResult:

@@ -214,7 +214,7 @@ class Conversation:
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         return {
             "role": "assistant",
-            "content": text.partition("<tool_call>")[0].strip() or None,
+            "content": self._dialect.before_calls(text).strip() or None,
             "tool_calls": [
                 {
                     "id": f"call_{self.item}_{len(self.turns)}_{number}",
