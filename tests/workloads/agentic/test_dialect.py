@@ -239,6 +239,42 @@ def test_a_template_without_turns_of_tools_is_refused(template: str, said: str) 
         ChatDialect(tokenizer, 20)
 
 
+WRITES_CALLS = "<tool_call>\n{{ call.function | tojson }}\n</tool_call>"
+LLAMA = '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}'
+GLM = (
+    "<tool_call>{{ call.function.name }}{% for name, value in call.function.arguments.items() %}"
+    "<arg_key>{{ name }}</arg_key><arg_value>{{ value }}</arg_value>{% endfor %}</tool_call>"
+)
+
+
+@pytest.mark.parametrize("calls", [LLAMA, GLM, "[TOOL_CALLS]{{ call.function | tojson }}", ""])
+def test_a_template_that_writes_calls_otherwise_is_refused(calls: str) -> None:
+    """Its model's calls were taken for last answers, one and all."""
+    assert WRITES_CALLS in CHAT
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = CHAT.replace(WRITES_CALLS, calls)
+    with pytest.raises(UserError, match="does not write calls of tools as <tool_call>") as refused:
+        ChatDialect(tokenizer, 20)
+    assert "set episode.dialect to tags" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if tools %}(system)A call is <tool_call>{}</tool_call>.(end){% endif %}" + CHAT,
+        CHAT.replace(WRITES_CALLS, f"<think>\n\n</think>\n\n{WRITES_CALLS}")
+        + "{% if add_generation_prompt %}<think>\n\n</think>{% endif %}",
+        {"default": CHAT.replace(WRITES_CALLS, ""), "tool_use": CHAT},
+    ],
+    ids=["example", "thoughts", "two templates"],
+)
+def test_a_template_that_writes_calls_so_is_taken(template: Any) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template
+    ChatDialect(tokenizer, 20)
+
+
 THINKING = CHAT.replace(
     "(assistant){% endif %}",
     "(assistant){% if enable_thinking is defined and not enable_thinking %}<nt>{% endif %}"

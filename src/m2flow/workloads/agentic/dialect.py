@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from m2flow.errors import UserError
 from m2flow.models.chat_template import written
 from m2flow.tools import ToolCall, ToolResult
+from m2flow.tools.tool import schema
 from m2flow.workloads.agentic.config import KEYS_OF_DIALECTS, EpisodeSection
 from m2flow.workloads.common.recipe import refuse_keys_of_others
 
@@ -175,7 +176,7 @@ class ChatDialect:
     which end with `</think>`, are no calls.
 
     Raises:
-        UserError: the template has no turns of tools.
+        UserError: the template has no turns of tools, or writes calls in another way.
     """
 
     stop_ids: tuple[int, ...] = ()
@@ -196,12 +197,38 @@ class ChatDialect:
         # Some templates put all answers to one turn into one turn of their own.
         self._two_between = two[1]
         self._two_ends = two[0], two[2]
+        self._check_calls()
+
+    def _check_calls(self) -> None:
+        """Refuse a template that writes calls otherwise than they are read."""
+        wanted = ToolCall("m2flow_tool", {"text": "m2flow"})
+        function = {"name": wanted.tool, "arguments": wanted.arguments}
+        call = {"id": _CALL_ID, "type": "function", "function": function}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        answer = {"role": "tool", "tool_call_id": _CALL_ID, "content": _HERE.format(0)}
+        about = {"name": wanted.tool, "description": "", "parameters": schema(text="any")}
+        # With a tool, as in a prompt: a tokenizer may have a template for that case alone.
+        options = {**self.options, "tools": [{"type": "function", "function": about}]}
+        text = _written(self._tokenizer, [_ASKED, turn, answer], options)
+        behind = text.partition(_ASKED["content"])[2]
+        if self._calls_in(behind.partition(_HERE.format(0))[0]) != [wanted]:
+            raise UserError(
+                "the chat template of the model's tokenizer does not write calls of tools as "
+                '<tool_call>{"name": ..., "arguments": {...}}</tool_call>',
+                key="episode.dialect",
+                value="chat",
+                hint="take a model that was tuned to call tools so, or set episode.dialect to tags",
+            )
 
     def calls(self, ids: Sequence[int]) -> list[ToolCall | ToolResult]:
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return self._calls_in(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _calls_in(self, text: str) -> list[ToolCall | ToolResult]:
         _, said = _divided(text)
         return [
-            _read(inner.strip()) if closed else ToolResult("a call ends with </tool_call>", error=True)
+            _read(inner.strip())
+            if closed
+            else ToolResult("a call ends with </tool_call>", error=True)
             for inner, closed in self._CALL.findall(said)
         ]
 
@@ -290,6 +317,26 @@ def _read(text: str) -> ToolCall | ToolResult:
 
 
 _SAID, _HERE = "m2flow said", "m2flow answer {}"
+_ASKED = {"role": "user", "content": "m2flow asked"}
+_CALL_ID = "m2flow000"
+"""Nine letters and digits, which is the form that Mistral's templates ask for."""
+
+
+def _written(tokenizer: Any, turns: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+    """Turns in the chat template, up to where the model goes on.
+
+    Raises:
+        UserError: the template cannot write them.
+    """
+    try:
+        return written(tokenizer, turns, options, add_generation_prompt=True)
+    except Exception as error:
+        raise UserError(
+            f"the chat template of the model's tokenizer cannot write turns of tools ({error})",
+            key="episode.dialect",
+            value="chat",
+            hint="take a model that was tuned to use tools, or set episode.dialect to tags",
+        ) from error
 
 
 def _after_turn(
@@ -300,19 +347,8 @@ def _after_turn(
     Raises:
         UserError: the template cannot write it, or writes the turn in another way then.
     """
-    turns: list[dict[str, Any]] = [
-        {"role": "user", "content": "m2flow asked"}, {"role": "assistant", "content": _SAID},
-        *messages,
-    ]  # fmt: skip
-    try:
-        text = written(tokenizer, turns, options, add_generation_prompt=True)
-    except Exception as error:
-        raise UserError(
-            f"the chat template of the model's tokenizer cannot write turns of tools ({error})",
-            key="episode.dialect",
-            value="chat",
-            hint="take a model that was tuned to use tools, or set episode.dialect to tags",
-        ) from error
+    turns = [_ASKED, {"role": "assistant", "content": _SAID}, *messages]
+    text = _written(tokenizer, turns, options)
     _, said, rest = text.partition(_SAID)
     end = tokenizer.eos_token or ""
     before, ended, after = rest.partition(end)
