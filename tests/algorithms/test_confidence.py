@@ -20,6 +20,12 @@ def test_single_trials_have_wilson_s_interval() -> None:
     assert of_shares([]) == (0.0, 1.0)
 
 
+def test_equal_shares_have_an_interval_of_some_width() -> None:
+    """Three problems with 7 of 8 right answers each were certain: from 0.875 to 0.875."""
+    assert of_shares([7 / 8] * 3) == wilson(7 / 8, 3)
+    assert of_shares([0.5]) == wilson(0.5, 1)
+
+
 def test_answers_to_one_problem_are_no_further_observations() -> None:
     """The interval holds the true mean in about 95 of 100 cases, however many answers there are."""
     draw = random.Random(0)

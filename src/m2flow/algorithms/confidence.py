@@ -30,9 +30,10 @@ def of_shares(shares: Sequence[float]) -> tuple[float, float]:
 
     Answers to one problem are such trials: what varies is the share of right ones from problem to
     problem (clustered standard errors; Miller 2024, arXiv 2411.00640, equation 4). Shares that
-    are all 0 or 1 are single trials, and have Wilson's interval.
+    are all 0 or 1 are single trials, and have the interval of Wilson 1927. So have shares that are
+    all the same, as if each were one trial: their deviation of 0 says nothing of other problems.
     """
-    if len(shares) < 2 or set(shares) <= {0.0, 1.0}:
+    if len(set(shares)) < 2 or set(shares) <= {0.0, 1.0}:
         return wilson(fmean(shares), len(shares)) if shares else (0.0, 1.0)
     reach = DEVIATIONS * stdev(shares) / sqrt(len(shares))
     return max(0.0, fmean(shares) - reach), min(1.0, fmean(shares) + reach)
