@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from m2flow.rewards.final_answer import chosen_letter, extract_answer, right_letter
-from m2flow.rewards.number import read_number, same_number, sides, without_symbols
+from m2flow.rewards.number import read_number, rounds, same_number, sides, without_symbols
 from m2flow.rewards.reward import threaded
 from m2flow.rewards.symbolic import same_expression
 
@@ -35,7 +35,9 @@ def verify(gold: str, completion: str) -> float:
         completion: the text to judge, of any length.
 
     Returns:
-        1.0 where the final answer equals `gold`, else 0.0; 0.0 too where there is no answer.
+        1.0 where the final answer equals `gold`, else 0.0; 0.0 too where there is no answer. Of an
+        equation each side must; after one that is exactly `gold` the last may be rounded
+        (`1/3 = 0.33`).
     """
     gold, completion = without_symbols(gold), without_symbols(completion)
     gold_number, right = read_number(gold), right_letter(gold)
@@ -43,12 +45,14 @@ def verify(gold: str, completion: str) -> float:
     if answer is None:
         return 0.0
     if gold_number is not None:
-        said = map(read_number, sides(answer)[:-1])
-        if any(one is not None and not same_number(gold_number, one) for one in said):
+        before = [one for side in sides(answer)[:-1] if (one := read_number(side)) is not None]
+        if not all(same_number(gold_number, one) for one in before):
             return 0.0  # such as `1 = 7`
         number = read_number(answer)
         if number is not None:
-            return float(same_number(gold_number, number))
+            exact = any(one.value == gold_number.value for one in before)
+            rounded = exact and rounds(number, gold_number)
+            return float(rounded or same_number(gold_number, number))
     elif right and (chosen := chosen_letter(answer)):
         return float(chosen == right)
     return float(same_expression(gold, answer))

@@ -17,8 +17,8 @@ from functools import lru_cache
 MAX_ANSWER_CHARS = 256
 """A final answer longer than this is not one: it is never read, neither here nor by math-verify."""
 
-DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|(?<!\.)\.[0-9]+"
-"""An unsigned decimal number, with or without thousands separators."""
+DIGITS = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|(?<!\.)\.[0-9]+"
+"""An unsigned decimal number, with or without thousands separators: `0,100` is none."""
 
 TIMES = r"(?:\\times|\\cdot|[x×·⋅*])"
 """What stands between the factor and the power of ten in scientific notation."""
@@ -79,6 +79,8 @@ _UNIT = re.compile(
     r"\s*/?\s*\(?[A-Za-z]+(?:[\s./-]+[A-Za-z]+){0,7}\s*(?:\^\{?[23]\}?|[²³])?[\s.)$]*"
 )
 _CLOSING = re.compile(r"[\s.)$€£¥₹]*")
+# `(1,234)` is two numbers, `($1,234)` is one.
+_PAIR = re.compile(r"[-+\s($€£¥₹]*\([-+\s]*[0-9][^()$€£¥₹]*,", re.ASCII)
 
 _SPACING = re.compile(r"(?<!\\)\\[,!;:>]|\\q?quad\b|\\left\b|\\right\b|\{\}")
 _SPACE = re.compile(r"(?<!\\)\\ |~")
@@ -168,8 +170,11 @@ def read_number(text: str) -> PlainNumber | None:
     if "\\" in text:
         text = tidy(without_wrappers(_FRAC.sub(_in_line, text)))
     *before, last = sides(text)
-    match = _NUMBER.fullmatch(last.strip())
+    last = last.strip()
+    match = _NUMBER.fullmatch(last)
     if match is None or not _harmless(match["rest"]) or not all(map(_equated, before)):
+        return None
+    if _PAIR.match(last):
         return None
     value, places = _decimal(match["digits"] or match["top"] or match["factor"] or "1")
     if match["bottom"]:
@@ -208,6 +213,17 @@ def same_number(gold: PlainNumber, answer: PlainNumber) -> bool:
     if gold.percent:
         return _agree(gold.value / 100, gold.places + 2, answer.value, answer.places)
     return _agree(gold.value, gold.places, answer.value / 100, answer.places + 2)
+
+
+def rounds(decimal: PlainNumber, value: PlainNumber) -> bool:
+    """Is the first a decimal that rounds the second, to however few places?
+
+    Of two thirds `0.67` is one, and so is `66.7%`.
+    """
+    rounded, places = decimal.value, decimal.places
+    if decimal.percent and not value.percent:
+        rounded, places = rounded / 100, places + 2
+    return places > 0 and 2 * abs(rounded - value.value) * 10**places <= 1
 
 
 def _agree(a: Fraction, a_places: int, b: Fraction, b_places: int) -> bool:
