@@ -209,6 +209,19 @@ RIGHT = [
     ("B", r"\boxed{\textbf{(B)}\ 4.5}"),
     ("D", r"\boxed{D. Both A and B}"),
     (r"\text{(B)}", r"\boxed{\text{choice B: Paris}}"),
+    ("B", "The correct option is B"),
+    ("B", "So the correct choice is **(B)**"),
+    ("B", "Final choice: B) Paris."),
+    ("B", "The correct answer choice is (B)."),
+    ("B", "The answer is B, since the energy"),
+    ("B", "Therefore, B"),
+    ("B", "What is the answer? It moves.\n**Hence (B).**"),
+    ("B", "The answer is clear: the correct option is B."),
+    ("B", "The answer is A? No, the answer is B."),
+    ("B", "The answer is B. This answer fits."),
+    ("B", "The answer is B.\nThe option C is for another field."),
+    ("B", "The answer is B.\nThe incorrect option is C."),
+    ("B", "The answer is B.\nSo C) is wrong."),
 ]
 
 WRONG = [
@@ -308,6 +321,17 @@ WRONG = [
     ("B", "The answer is Option C"),
     ("B", "B) 4.5 eV\nC) 5 eV"),
     ("A", "The answer is A person"),
+    ("A", "The correct option is A person"),
+    ("A", "So A person"),
+    ("B", "The answer is B, or C"),
+    ("B", "The answer is B, C"),
+    ("B", "The answer is B, (C)"),
+    ("A", r"\boxed{A, B, C}"),
+    ("B", "Therefore, B or C"),
+    ("B", "The answer is unclear:\nA) 4\nB) 5"),
+    ("B", "The correct option is B.\nNo: the correct option is C."),
+    ("B", "The answer is B.\nNo, the answer is 42."),
+    ("C", "The answer is B.\nThe incorrect option is C."),
 ]
 
 

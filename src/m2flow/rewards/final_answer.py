@@ -49,10 +49,21 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_CHOICE = re.compile(r"(?:(?i:option|choice)\s+)?\(?([A-Z])(?:\)?\s*|[).:]{1,2}\s+(\S.*))")
+# After a comma no other choice may follow: `B, C`.
+_CHOICE = re.compile(
+    r"(?:(?i:option|choice)\s+)?"
+    r"\(?([A-Z])(?:\)?\s*|(?:[).:]{1,2}\s+|\)?,\s+(?!\(?[A-Z]\b))(\S.*))"
+)
 # In the text of a choice: `or C) 5`, `4 or C`.
 _OTHER_CHOICE = re.compile(r"(?:and|or)\b|(?:.*\W)?or\s+\(?[A-Z]\b|(?:.*[\s,;])?\(?[A-Z][):]")
 _PHRASE = re.compile(r"(?i:\banswer\b)(?:\s+(?:is|was|equals)\b)?\s*[:=]?\s*([^\n]+)")
+# `the correct option is (B)`; several may begin in one line.
+_CHOICE_PHRASE = re.compile(
+    r"(?:(?i:\b(?:answer|the|my|our|correct|right|best|final)\s+(?:option|choice)\b)"
+    r"(?:\s+(?:is|was)\b\s*:?|\s*[:=])"
+    r"|(?i:\banswer\b)(?:\s+(?:is|was|equals)\b)?\s*[:=]?)\s*(?=([^\n]+))"
+)
+_CONCLUSION = re.compile(r"\W*(?i:therefore|thus|hence|so)\b,?\s*(.+)")
 
 
 def extract_answer(completion: str, *, numeric: bool = True, choice: bool = False) -> str | None:
@@ -159,16 +170,28 @@ def _content(formula: re.Match[str]) -> str:
     return next(group for group in formula.groups() if group is not None)
 
 
+def _choice_phrase(text: str) -> str | None:
+    """The last phrase that names a choice in the last line where one could; else what the last
+    line concludes (`Therefore, B`), where that is a choice; else None.
+    """
+    phrases = [(phrase.end(1), phrase[1]) for phrase in _CHOICE_PHRASE.finditer(text)]
+    named = [area for end, area in phrases if end == phrases[-1][0] and chosen_letter(area)]
+    if named:
+        return named[-1]
+    conclusion = _CONCLUSION.fullmatch(text.rstrip().rpartition("\n")[2])
+    return conclusion[1] if conclusion and chosen_letter(conclusion[1]) else None
+
+
 def _last_phrase(text: str, *, choice: bool) -> str | None:
     """What stands after the last "answer is", else the last formula, else the last line.
 
     Of the first where it has a formula the formula alone, unless it names a `choice`.
     """
     tail = text[-_WINDOW_CHARS:]
+    if choice and (named := _choice_phrase(tail)):
+        return named
     phrase = _last(_PHRASE.finditer(tail))
     area = phrase.group(1) if phrase else tail
-    if choice and phrase and chosen_letter(area):
-        return area
     formula = _last(_FORMULA.finditer(area))
     if formula is not None:
         return _content(formula)
