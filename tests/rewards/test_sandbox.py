@@ -139,6 +139,54 @@ def test_statements_afterwards_see_what_the_program_defined() -> None:
     assert 'after.py", line 1' in outcome.stderr
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys\nif __name__ == '__main__': sys.exit(f(input()))",
+        "import unittest\nif __name__ == '__main__': unittest.main()",
+    ],
+)
+def test_with_statements_afterwards_a_program_is_no_main_program(source: str) -> None:
+    """Its main part waited for words, or ended the process before the statements."""
+    assert run_python(f"def f(x): return x + 1\n{source}", after="assert f(1) == 2").ok
+
+
+def test_a_program_has_no_arguments() -> None:
+    """It took the lengths of what the sandbox was given for file names."""
+    source = "import sys\nif len(sys.argv) > 1: sys.stdin = open(sys.argv[1])\nprint(input())"
+    assert run_python(source, "7").stdout == "7\n"
+    assert run_python("import sys; print(sys.argv)").stdout == "['program.py']\n"
+
+
+@pytest.mark.parametrize("after", ["", "assert Node"])
+def test_what_a_program_defines_can_be_looked_up_by_its_module(after: str) -> None:
+    source = """
+import pickle, sys, typing
+class Node:
+    next: "Node | None" = None
+assert pickle.loads(pickle.dumps(Node())).next is None
+assert typing.get_type_hints(Node) == {"next": typing.Optional[Node]}
+assert not {"text", "run", "Filter"} & set(vars(sys.modules[__name__]))
+"""
+    outcome = run_python(source, after=after)
+    assert outcome.ok, outcome.stderr
+
+
+def test_a_program_tests_itself() -> None:
+    source = """
+import unittest
+class Case(unittest.TestCase):
+    def test_sum(self):
+        self.assertEqual(1 + 1, {})
+if __name__ == "__main__":
+    unittest.main()
+"""
+    outcome = run_python(source.format(2))
+    assert outcome.ok, outcome.stderr
+    assert "Ran 1 test" in outcome.stderr
+    assert not run_python(source.format(3)).ok
+
+
 # --- limits ---------------------------------------------------------------------------------------
 
 

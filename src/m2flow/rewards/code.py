@@ -9,7 +9,8 @@ or as such, in one of two forms:
 
 A text may be given as a number. Written texts are the same if their lines are, apart from white
 space at the ends of lines and of the text. Statements run in the program's own process, which may
-tamper with what they compare (`__eq__`); texts are compared outside of it.
+tamper with what they compare (`__eq__`); texts are compared outside of it. Before statements the
+program is imported, so that what it does `if __name__ == "__main__"` is left out.
 """
 
 from __future__ import annotations

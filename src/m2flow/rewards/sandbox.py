@@ -74,10 +74,12 @@ def text(length):
         parts.append(part); length -= len(part)
     return b"".join(parts).decode()
 def run(source, after, word):
-    scope = {"__name__": "__main__", "__builtins__": __builtins__}
-    exec(compile(source, "program.py", "exec"), scope)
+    name = "program" if after else "__main__"
+    module = sys.modules[name] = type(sys)(name)
+    sys.argv = ["program.py"]
+    exec(compile(source, "program.py", "exec"), vars(module))
     if after:
-        exec(compile(after, "after.py", "exec"), scope)
+        exec(compile(after, "after.py", "exec"), vars(module))
         sys.stdout.flush()
         os.write(1, word.encode())
 run(*map(text, map(int, sys.argv[1:4])))  # all is read before the program is: it could echo it
@@ -140,7 +142,8 @@ def run_python(
         stdin: what it may read from standard input.
         after: source that is run in the program's namespace once it has come to its end; a program
             that ends its process, or repeats what it reads, does not make it seem so. One that
-            searches the interpreter's own frames could: it is in the same process.
+            searches the interpreter's own frames could: it is in the same process. With it the
+            program is a module that is imported: its `__name__` is "program", not "__main__".
         limits: what it may use.
 
     Raises:
