@@ -31,6 +31,8 @@ from m2flow.workloads.common import train
 from m2flow.workloads.common.planning import flow_of
 from m2flow.workloads.common.reading import read_recipe, validated
 from m2flow.workloads.common.shipped import recipe_file
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.named import check_task, task_of
 
 PROJECT = Path(__file__).resolve().parents[1]
 README = PROJECT / "README.md"
@@ -281,6 +283,19 @@ def test_runnable_python_runs(block: Block, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, f"{block}\n{done.stderr}"
+
+
+def test_the_problems_of_the_tutorial_suffice_for_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = [b for b in BLOCKS if b.page.name == "tutorial.md" and "problems.jsonl" in b.body]
+    problems, recipe, _ = own
+    subprocess.run([sys.executable, "-c", problems.body], check=True, timeout=120)
+    Path("mine.yaml").write_text(recipe.body)
+    read = read_recipe("mine.yaml", {"model": {}})
+    assert isinstance(read, ReasoningRecipe)
+    check_task(read, task_of(read))
 
 
 def for_kubernetes(block: Block) -> bool:

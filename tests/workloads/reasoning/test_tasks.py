@@ -260,6 +260,17 @@ class TestJsonl:
         assert same.num_train == 10
         assert "10 rows are also in" in caplog.text
 
+    def test_a_single_row_is_told_what_it_lacks(self, tmp_path: Path) -> None:
+        """It was told of a key that nobody had written, and to expect 0 to 0."""
+        path = write_rows(tmp_path / "rows.jsonl", 1)
+        with pytest.raises(UserError) as error:
+            Jsonl(path=path)
+        said = str(error.value)
+        assert said.startswith(f"{path}: has a single row, which cannot be trained on and held out")
+        assert "expected 2 rows or more" in said
+        assert "data.eval_path, or data.options.held_out_rows: 0" in said
+        assert Jsonl(path=path, held_out_rows=0).num_train == 1
+
     @pytest.mark.parametrize("held_out_rows", [-1, 10, 11])
     def test_something_must_be_left_to_train_on(self, tmp_path: Path, held_out_rows: int) -> None:
         path = write_rows(tmp_path / "rows.jsonl", 10)

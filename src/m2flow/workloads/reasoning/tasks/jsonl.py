@@ -149,6 +149,13 @@ def _split(
 ) -> tuple[list[Problem], list[Problem]]:
     """(training rows, held-out rows): the last ones are held out."""
     if held_out_rows is None:
+        if len(problems) == 1:
+            raise UserError(
+                "has a single row, which cannot be trained on and held out",
+                key=str(path),
+                expected="2 rows or more",
+                hint="or a file to hold out in data.eval_path, or data.options.held_out_rows: 0",
+            )
         held_out_rows = max(1, min(256, len(problems) // 10))
     if not 0 <= held_out_rows < len(problems):
         raise UserError(
@@ -156,7 +163,7 @@ def _split(
             key="data.options.held_out_rows",
             value=held_out_rows,
             expected=f"0 to {len(problems) - 1}",
-            hint="or name a file to hold out in eval_path",
+            hint="or name a file to hold out in data.eval_path",
         )
     cut = len(problems) - held_out_rows
     return problems[:cut], problems[cut:]
