@@ -550,7 +550,7 @@ def test_steps_that_are_taken_again_cannot_be_given_up(
         run.heed = heed
         with pytest.raises(Overdue):
             list(run.steps(prompts(step) for step in range(STEPS)))
-        assert not run.give_up(10.0)
+        assert not run.give_up(run._recovery.given, 10.0)
     assert (tmp_path / "0").exists(), "nobody was killed"
 
 

@@ -22,12 +22,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from m2flow.errors import UserError
+from m2flow.errors import Stopped, UserError
 from m2flow.flow import Batch
 from m2flow.observe.run_directory import RunDirectory, held, merge_steps, read_document
 from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.run import Run
 from m2flow.training import checkpoint
+from m2flow.training.policy import PolicyTrainer
+from m2flow.workloads.common import stopping
 from m2flow.workloads.common.run import Training
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 
@@ -284,6 +286,77 @@ def test_an_evaluation_that_a_signal_has_cut_short_is_made_up_for(
     assert merge_steps(figures(Path("parts"))) == figures(Path("straight"))
     assert Path("parts/report.html").is_file()
     same_weights(Path("parts"), Path("straight"))
+
+
+def wait_for_the_end() -> None:
+    """Ask for the end, and do not look whether it is due: as what computes in one piece."""
+    signal.raise_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+    pytest.fail("nobody has interrupted it")
+
+
+INTERRUPTED = {
+    "evaluation": (Training, "_evaluation", 2),
+    "gradient": (PolicyTrainer, "fold", 6),
+    "update": (PolicyTrainer, "finish", 6),
+}
+"""What is interrupted after step 5: its class and method, and which call of it."""
+
+
+@pytest.mark.parametrize("moment", INTERRUPTED)
+def test_a_step_that_an_eager_run_computes_in_one_piece_is_given_up(
+    tiny: Path,
+    m2flow: M2flow,
+    monkeypatch: pytest.MonkeyPatch,
+    signals_are_heard: None,
+    moment: str,
+) -> None:
+    """The steps before it are saved, unless the weights may have moved; and each has its row."""
+    words = [tiny, *TEN, "grace_seconds=0.1", "checkpoint.every=1000", "minibatches=1", "--run-dir"]
+    assert m2flow("train", *words, "straight").code == 0
+    assert rows(Path("straight"))[6]["train/grad_norm"] > 0, "nothing would have to be forgotten"
+    owner, name, last = INTERRUPTED[moment]
+    whole, calls = getattr(owner, name), 0
+
+    def in_one_piece(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = whole(*arguments, **options)
+        if calls == last:
+            wait_for_the_end()
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, in_one_piece)
+        patch.setattr(stopping, "HEED_SECONDS", 0.1)
+        outcome = m2flow("train", *words, "parts")
+    assert outcome.code == 128 + signal.SIGTERM, outcome.err
+    saved = "no checkpoint was saved" if moment == "update" else "saved is step 5"
+    assert f"ended after step 5; {saved}" in outcome.err
+    assert [row["step"] for row in rows(Path("parts"))] == list(range(6))
+
+    outcome = m2flow("train", *words, "parts", "--resume")
+    assert outcome.code == 0, outcome.err
+    assert merge_steps(figures(Path("parts"))) == figures(Path("straight"))
+    same_weights(Path("parts"), Path("straight"))
+
+
+def test_an_evaluation_that_fails_costs_no_row(
+    tiny: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ends it, such as a second signal: the step before it is done."""
+
+    def fails(training: Training, run: Run, at: int, held_out: Batch) -> dict[str, float]:
+        if at:
+            raise Stopped(signal.SIGTERM)
+        return {}
+
+    monkeypatch.setattr(Training, "_evaluation", fails)
+    m2flow("train", tiny, *STEPS, "--run-dir", "run")
+    assert [row["step"] for row in rows(Path("run"))] == [0, 1, 2]
+    assert "reward/mean" in rows(Path("run"))[-1]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import pytest
 from m2flow.errors import Stopped
 from m2flow.observe.run_directory import read_metrics
 from m2flow.training.checkpoint import resume_point, step_of
-from m2flow.workloads.common.stopping import HEED_SECONDS, StepOverdue, Stopping
+from m2flow.workloads.common.stopping import HEED_SECONDS, StepInterrupted, StepOverdue, Stopping
 from tests.cli.test_resume import figures
 
 M2flow = Callable[..., Any]
@@ -353,6 +353,25 @@ def test_a_step_is_given_up_where_the_run_asks() -> None:
         with pytest.raises(StepOverdue):
             stopping.heed()
         stopping.heed()
+
+
+def test_a_step_is_interrupted_where_the_run_does_not_ask() -> None:
+    """But not what follows a step that ends just then; and a person's second signal is another."""
+    with Stopping(60.0) as stopping:
+        assert stopping.step_begins()
+        send(signal.SIGTERM)
+        with pytest.raises(StepInterrupted):
+            stopping._interrupt()
+        stopping._interrupt()
+        stopping._interrupting = True
+        send(signal.SIGTERM)
+
+    with Stopping(60.0) as stopping:
+        assert stopping.step_begins()
+        send(signal.SIGTERM)
+        with pytest.raises(Stopped) as caught:
+            send(signal.SIGTERM)
+    assert not isinstance(caught.value, StepOverdue)
 
 
 def test_what_nohup_has_set_stays() -> None:

@@ -201,21 +201,24 @@ class Run(FlowThatRecovers):
             if type(worker).discard is not Worker.discard:
                 self.worker_call_everywhere(name, "discard")
 
-    def give_up(self, seconds: float) -> bool:
-        """Stop what is in flight, so that workers are as they were when the last result was given.
+    def give_up(self, step: int, seconds: float) -> bool:
+        """Stop what is in flight, so that workers are as they were before a step.
 
         Args:
+            step: its number: the results of all steps before it have been taken.
             seconds: longest that lanes may take to stop.
 
         Returns:
-            False if that cannot be: a worker has learnt since, or cannot drop what it was given.
+            False if that cannot be: a worker has learnt from the step, or cannot drop what it was
+            given, or earlier steps are taken again since a lane was lost.
 
         Raises:
             RunFailed: a lane does not stop in time.
         """
         runners = [runner for runner in self._runners.values() if runner.busy]
-        again = self._runners[STEP].first_open[0] != self._recovery.given  # since a lane was lost
-        if again or not (self._can_discard and all(runner.unlearnt for runner in runners)):
+        if self._runners[STEP].first_open[0] != step:
+            return False
+        if not (self._can_discard and all(runner.unlearnt for runner in runners)):
             return False
         for runner in runners:
             runner.take_back(seconds)

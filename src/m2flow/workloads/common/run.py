@@ -35,7 +35,7 @@ from m2flow.training.skipping import SKIPPED, too_many
 from m2flow.workloads.common.examining import in_waves, wave_size
 from m2flow.workloads.common.launching import launched, write_decision
 from m2flow.workloads.common.recipe import AUTO_MODE
-from m2flow.workloads.common.stopping import StepOverdue, Stopping
+from m2flow.workloads.common.stopping import StepInterrupted, StepOverdue, Stopping
 from m2flow.workloads.common.workload import Experiment
 
 if TYPE_CHECKING:
@@ -291,25 +291,26 @@ class Training:
                 _next(done, recipe.checkpoint.every),
             )
             try:
-                for result in run.steps(self._batches(done, pause)):
-                    self._done = done = result.step + 1
-                    self.experiment.note(result)
-                    figures = self._figures(run, result, done)
-                    self._explain_publishing(run)
-                    if done < pause:
-                        log.add(done, figures)
-                last = done == recipe.steps
-                if done == pause:
-                    if held_out is not None and self._is_evaluated(done):
+                try:
+                    for result in run.steps(self._batches(done, pause)):
+                        self._done = step = result.step + 1
+                        self.experiment.note(result)
+                        figures = self._figures(run, result, step)
+                        self._explain_publishing(run)
+                        if step < pause:
+                            log.add(step, figures)
+                        done = step
+                    if done == pause and held_out is not None and self._is_evaluated(done):
                         figures |= self._evaluation(run, done, held_out)
-                    log.add(done, figures)
-            except StepOverdue:
-                if done == pause:
-                    log.add(done, figures)
-                if done > self._saved and run.give_up(GIVE_UP_SECONDS):
+                finally:
+                    if done == pause:
+                        log.add(done, figures)
+            except StepOverdue as overdue:
+                in_order = self.lanes is None or not isinstance(overdue, StepInterrupted)
+                if in_order and done > self._saved and run.give_up(done, GIVE_UP_SECONDS):
                     self._save(run, done)
                 raise
-            stopped = self._stopping.step_is_over()
+            stopped, last = self._stopping.step_is_over(), done == recipe.steps
             due = last or stopped or done % recipe.checkpoint.every == 0
             if due and done > self._saved:  # a signal may have come while it was saved
                 self._save(run, done)

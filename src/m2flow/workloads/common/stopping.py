@@ -2,8 +2,8 @@
 
 The first SIGTERM, SIGHUP or SIGINT is noted, and the run ends after the step at hand, with a
 checkpoint. After a grace time that step is given up, as soon as the run asks (`heed`). If it does
-not, or at a second signal, `Stopped` is raised in the main thread, wherever it is; a third one ends
-the process. Knows no run: `Training` asks.
+not, `StepInterrupted` is raised in the main thread, wherever it is, and at a second signal
+`Stopped`; a third one ends the process. Knows no run: `Training` asks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class StepOverdue(Stopped):
     """The step at hand has outlasted its grace time, and the run has asked between two events."""
 
 
+class StepInterrupted(StepOverdue):
+    """The run has not asked, as it does not while it computes a step itself."""
+
+
 class Stopping:
     """Use as a context manager, in the main thread; in another one it never hears of a signal.
 
@@ -41,6 +45,7 @@ class Stopping:
         self.grace_seconds = grace_seconds
         self.asked: int | None = None
         self._count, self._patient, self._in_step, self._overdue = 0, False, False, False
+        self._interrupting = False  # the next signal is this object's own
         self._timer: threading.Timer | None = None
         # Between a timer's thread and the end of a step; a handler may interrupt who holds it.
         self._lock = threading.RLock()
@@ -86,7 +91,15 @@ class Stopping:
             if not self._in_step:  # it has ended just now
                 return
             self._overdue = True
-            self._after(HEED_SECONDS, os.kill, os.getpid(), self.asked)
+            self._after(HEED_SECONDS, self._interrupt)
+
+    def _interrupt(self) -> None:
+        with self._lock:
+            if not self._in_step:
+                return
+            assert self.asked is not None
+            self._interrupting = True
+            os.kill(os.getpid(), self.asked)
 
     def _after(self, seconds: float, do: Callable[..., None], *arguments: object) -> None:
         self._timer = threading.Timer(seconds, do, arguments)
@@ -94,6 +107,14 @@ class Stopping:
         self._timer.start()
 
     def _heard(self, number: int, _frame: FrameType | None) -> None:
+        if self._interrupting:
+            self._interrupting = False
+            if self._in_step:
+                self.step_is_over()
+                self._count += 1
+                assert self.asked is not None
+                raise StepInterrupted(self.asked)
+            return
         self._count += 1
         if self._count > 2:
             os.write(2, f"{signal.Signals(number).name} once more: ended at once\n".encode())
