@@ -55,9 +55,13 @@ def add_lora(model: nn.Module, rank: int, alpha: int | None = None, seed: int = 
         config = LoraConfig(
             r=rank,
             lora_alpha=2 * rank if alpha is None else alpha,
-            target_modules=names,
+            target_modules=[f"whole.{name}" for name in names],
         )
-        inject_adapter_in_model(config, model)
+        # By a model's type peft would take names of dense layers for those of fused experts: it is
+        # given a module that has no type.
+        inject_adapter_in_model(config, nn.ModuleDict({"whole": model}))
+    adapted = {name.partition(_ADAPTER)[0] for name in adapter_weights(model)}
+    assert adapted == set(names), f"peft has adapted other layers: {adapted ^ set(names)}"
 
 
 def adapted_layers(model: nn.Module) -> list[str]:

@@ -9,17 +9,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Phi3Config, Phi3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 pytest.importorskip("peft", reason='needs the extra: pip install "m2flow[lora]"')
 
 from m2flow.errors import UserError
 from m2flow.flow import Place
+from m2flow.generation.native import NativeEngine
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model
 from m2flow.models.lora import Summed, adapted_layers, adapter_weights, add_lora, merged_weights
 from m2flow.models.shape import model_from_config
 from m2flow.runtime.transport.groups import LaneGroups
 from m2flow.training import checkpoint
+from m2flow.training.sharded import WholeModel
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.workers import Learner, ModelSource
 from tests.training.lane_processes import LaneProcesses
@@ -105,6 +114,65 @@ def test_fused_projections_are_adapted_and_routers_are_not() -> None:
     )
     names = {name.rpartition(".")[2] for name in adapted_layers(mixture)}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+SIZES = {
+    "vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+ROUTED = {
+    "n_routed_experts": 4, "moe_intermediate_size": 8, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "head_dim": 8,
+}  # fmt: skip
+QWEN3 = {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8}
+MIXTURES = {
+    "glm4_moe": ("glm4_moe", ROUTED | {"head_dim": 8}),
+    "deepseek_v3": ("deepseek_v3", ROUTED | LATENT),
+    "qwen3_moe": ("qwen3_moe", QWEN3),
+    "qwen3_moe with a dense layer": ("qwen3_moe", QWEN3 | {"mlp_only_layers": [0]}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+}
+"""Model types whose experts have the names of a dense block's layers, and more sizes of each."""
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_of_a_mixture_the_dense_and_the_shared_layers_are_adapted_and_no_expert(
+    name: str, tmp_path: Path
+) -> None:
+    kind, sizes = MIXTURES[name]
+    torch.manual_seed(0)
+    made: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES, **sizes))
+    made.save_pretrained(tmp_path / "begun")
+    model = load_model(tmp_path / "begun")
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    adapted = adapted_layers(model)
+    add_lora(model, 2)
+    assert model.config.model_type == kind
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    assert trained == {f"{name}.lora_{half}.default.weight" for name in adapted for half in "AB"}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    published = dict(merged_weights(model))
+    changed = {name for name, x in published.items() if not torch.equal(before[name], x)}
+    assert changed == {f"{name}.weight" for name in adapted}
+    summed = Summed(before, adapter_weights(model), 2.0)
+    assert all(torch.equal(summed[name], x) for name, x in published.items())
+    NativeEngine(model.config).install(published, 1)
+    checkpoint.write_model(tmp_path, WholeModel(model, published), None)
+    written = load_model(tmp_path / "model")
+    assert written.state_dict().keys() == published.keys() == before.keys()
+    assert all(torch.equal(written.state_dict()[name], x) for name, x in published.items())
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            written.eval()(ids).logits, model.eval()(ids).logits, rtol=0, atol=1e-5
+        )
 
 
 def test_what_is_published_computes_what_is_trained(folder: Path, tmp_path: Path) -> None:
