@@ -33,6 +33,7 @@ from m2flow.errors import ProcessEnded, RunFailed
 from m2flow.generation.records import Completion, Request
 from m2flow.generation.supported import check_installed, limit_of
 from m2flow.models.folder import from_folder
+from m2flow.models.lora import unsummed
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -410,6 +411,7 @@ def with_single_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 def _embedding_of_head(weights: Mapping[str, Tensor]) -> str | None:
     """The name under which the head's memory is there again; None if it is a tensor of its own."""
+    weights = unsummed(weights)  # no adapter stands on either
     head = weights.get(HEAD)
     if head is None:
         return None

@@ -25,6 +25,7 @@ from m2flow.errors import UserError
 from m2flow.generation.causal_lms import OTHER_ENGINE, check_causal_lm
 from m2flow.generation.decoder import Prefilled
 from m2flow.generation.kv_cache import RowSpan
+from m2flow.models.lora import unsummed
 from m2flow.models.norms import widen_norms
 from m2flow.runtime.weights.boxes import Box
 
@@ -102,7 +103,7 @@ class OwnForward:
         given = {**also, **own}
         wrong = [
             f"{name} is {list(x.shape)}, not {list(given[name].shape)}"
-            for name, x in weights.items()
+            for name, x in unsummed(weights).items()
             if name in given and x.shape != given[name].shape
         ]
         if missing or unknown or wrong:

@@ -12,6 +12,7 @@ from torch import Tensor
 from m2flow.generation import vllm_transfer
 from m2flow.generation.external_engine import EMBEDDING, HEAD, SEEDS, ExternalEngine, Started
 from m2flow.generation.records import Request
+from m2flow.models.lora import unsummed
 
 BATCHED_TOKENS = 2048
 """Tokens that are computed together, or more where more requests run; on a CPU also where one
@@ -62,11 +63,12 @@ class VLLMEngine(ExternalEngine):
             self._transfer(weights, version)
 
     def _transfer(self, weights: Mapping[str, Tensor], version: int) -> None:
+        alike = unsummed(weights)
         if self._tied:  # vLLM keeps the head's own copy, which would stay as it was
-            weights = WithHead(weights)
+            weights, alike = WithHead(weights), WithHead(alike)
         try:
             self._ask("start_update")
-            for update in vllm_transfer.updates(weights, self._device):
+            for update in vllm_transfer.updates(weights, self._device, alike):
                 self._ask("update", update)
             self._ask("finish_update", version)
         except BaseException:

@@ -36,13 +36,20 @@ def export(num_bytes: int, device: str) -> tuple[Tensor, Handle]:
     return buffer, {str(torch.cuda.get_device_properties(buffer.device).uuid): arguments}
 
 
-def updates(weights: Mapping[str, Tensor], device: str) -> Iterator[dict[str, Any]]:
+def updates(
+    weights: Mapping[str, Tensor], device: str, alike: Mapping[str, Tensor] | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield vLLM's `update_info` of one piece after the other, each filled into the same buffer.
 
     A piece must have been taken in before the next is asked for.
+
+    Args:
+        weights: tensors, which may be made when they are asked for: one at a time, and forgotten.
+        device: of the buffer.
+        alike: tensors of the same names, shapes and dtypes, none made for it; None: `weights`.
     """
-    # Tensors may be made when they are asked for: one at a time, and forgotten again.
-    described = [_described(name, weights[name]) for name in weights]
+    alike = weights if alike is None else alike
+    described = [_described(name, alike[name]) for name in alike]
     # Wide numbers first: each tensor then begins where its numbers may lie.
     ordered = sorted(described, key=lambda one: -one.width)
     total, largest = sum(one.num_bytes for one in ordered), max(one.num_bytes for one in ordered)

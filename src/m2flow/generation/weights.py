@@ -23,6 +23,7 @@ from torch import Tensor
 from m2flow.generation.architecture import Architecture
 from m2flow.generation.kernels import is_prepacked, prepacked
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
+from m2flow.models.lora import unsummed
 from m2flow.runtime.weights.boxes import Box
 
 
@@ -154,19 +155,21 @@ class DecoderWeights:
         """Copies every parameter to its place; see `NativeEngine.install`."""
         # With tied embeddings the head is the embedding, whether or not it is named twice.
         ignored = {"lm_head.weight"} if self.architecture.tied_embeddings else set()
+        alike = unsummed(weights)
         missing = sorted(self._places.keys() - weights.keys())
         unknown = sorted(weights.keys() - self._places.keys() - ignored)
         wrong = [
-            f"{name} is {list(weights[name].shape)}, not {list(part.whole)}"
+            f"{name} is {list(alike[name].shape)}, not {list(part.whole)}"
             for name, part in self._parts.items()
-            if name in weights and weights[name].shape not in (part.whole, part.box.shape)
+            if name in alike and alike[name].shape not in (part.whole, part.box.shape)
         ]
         if missing or unknown or wrong:
             raise ValueError(f"weights do not fit: {missing=}, {unknown=}, {wrong=}")
         self.drop_prepacked()
         for name, places in self._places.items():
+            held = self._parts[name].box.of(weights[name])
             for place in places:
-                place.fill(self._parts[name].box.of(weights[name]))
+                place.fill(held)
 
     @property
     def prepacked(self) -> Prepacked:

@@ -106,10 +106,11 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Summed(Mapping[str, Tensor]):
-    """A model's tensors with adapters added, each summed up when it is asked for.
+    """A model's tensors with adapters added, each summed up whenever it is asked for.
 
     No more than one sum need be in memory at a time. Equal to what `merged_weights` gives of the
-    same model on the same kind of device.
+    same model on the same kind of device. Whoever wants to know names, shapes or dtypes alone asks
+    `unsummed`, and no sum is taken for it.
 
     Args:
         base: every tensor of the model that the adapters stand on, by its name.
@@ -118,7 +119,7 @@ class Summed(Mapping[str, Tensor]):
         device: where sums are taken.
 
     Raises:
-        ValueError: an adapter stands on nothing here, or lacks its other half.
+        ValueError: an adapter stands on nothing here, lacks its other half, or has another shape.
     """
 
     def __init__(
@@ -128,24 +129,38 @@ class Summed(Mapping[str, Tensor]):
         scale: float,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._base, self._adapters, self._scale, self._device = base, adapters, scale, device
+        self.base, self._adapters, self._scale, self._device = base, adapters, scale, device
         self._adapted = {f"{name.partition(_ADAPTER)[0]}.weight" for name in adapters}
         pairs = {name for one in self._adapted for name in _pair(one)}
         if unknown := sorted((self._adapted - base.keys()) | (pairs ^ adapters.keys())):
             raise ValueError(f"adapters do not fit the model: {unknown}")
+        if wrong := sorted(name for name in self._adapted if not self._fits(name)):
+            raise ValueError(f"adapters do not fit the shapes of the model: {wrong}")
+
+    def _fits(self, name: str) -> bool:
+        a, b = (self._adapters[half] for half in _pair(name))
+        return a.shape[0] == b.shape[1] and self.base[name].shape == (b.shape[0], a.shape[1])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.base
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._base[name]
+        tensor = self.base[name]
         if name not in self._adapted:
             return tensor
         a, b = (self._adapters[half].to(self._device) for half in _pair(name))
         return _added(tensor.to(self._device), _product(a, b, self._scale))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
+        return iter(self.base)
 
     def __len__(self) -> int:
-        return len(self._base)
+        return len(self.base)
+
+
+def unsummed(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Tensors with the names, shapes and dtypes of any weights, for which no sum is taken."""
+    return weights.base if isinstance(weights, Summed) else weights
 
 
 def _pair(name: str) -> tuple[str, str]:

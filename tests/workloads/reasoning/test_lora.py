@@ -22,7 +22,11 @@ pytest.importorskip("peft", reason='needs the extra: pip install "m2flow[lora]"'
 
 from m2flow.errors import UserError
 from m2flow.flow import Place
+from m2flow.generation import vllm_transfer
+from m2flow.generation.external_engine import ExternalEngine
 from m2flow.generation.native import NativeEngine
+from m2flow.generation.vllm_engine import VLLMEngine
+from m2flow.models import lora
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model
 from m2flow.models.lora import Summed, adapted_layers, adapter_weights, add_lora, merged_weights
 from m2flow.models.shape import model_from_config
@@ -232,10 +236,68 @@ def test_adapters_alone_give_what_is_published_merged(dtype: torch.dtype) -> Non
     )
 
 
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shape of each sum of a weight and its adapter, as they are taken."""
+    taken: list[torch.Size] = []
+
+    def noted(weight: Tensor, delta: Tensor) -> Tensor:
+        taken.append(weight.shape)
+        return added(weight, delta)
+
+    added = lora._added
+    monkeypatch.setattr(lora, "_added", noted)
+    return taken
+
+
+def summed_of(kind: str, **sizes: Any) -> tuple[Any, Summed]:
+    """A model's configuration, and the sums of its weights and the adapters."""
+    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES, **sizes))
+    base = {name: x.clone() for name, x in model.state_dict().items()}
+    add_lora(model, 2)
+    return model.config, Summed(base, adapter_weights(model), 2.0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "cohere"])
+def test_an_engine_is_handed_each_sum_once(kind: str, sums: list[torch.Size]) -> None:
+    """It was summed up anew to look for its name and again for its shape."""
+    config, summed = summed_of(kind)
+    engine = NativeEngine(config)
+    assert (engine.notice is None) == (kind == "qwen3")
+    assert "model.layers.0.mlp.up_proj.weight" in summed
+    assert "model.layers.0.mlp.up_proj.lora_A.weight" not in summed
+    assert sums == []
+    engine.install(summed, 1)
+    assert len(sums) == 2 * 7
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_another_engine_is_handed_each_sum_once(
+    tied: bool, sums: list[torch.Size], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_transfer, "export", lambda size, _: (torch.empty(size).byte(), {}))
+    asked: list[tuple[str, ...]] = []
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine._device, engine._tied, engine._folders = "cuda:0", tied, [tmp_path]
+    engine._ask = lambda *message: asked.append(message)  # type: ignore[method-assign]
+    _, summed = summed_of("qwen3", tie_word_embeddings=tied)
+    engine._hand_over(summed, 1)
+    assert [what for what, *_ in asked] == ["start_update", "update", "finish_update"]
+    assert len(sums) == 2 * 7
+    ExternalEngine._hand_over(engine, summed, 2)
+    assert asked[-1][-1] == "model.embed_tokens.weight"
+    assert len(sums) == 2 * 2 * 7
+
+
 def test_adapters_of_another_model_are_refused() -> None:
     adapted = tiny()
     add_lora(adapted, 4)
     alone, base = adapter_weights(adapted), tiny().state_dict()
+    name = "model.layers.0.mlp.up_proj"
+    for half in ("A", "B"):
+        cut = {f"{name}.lora_{half}.weight": alone[f"{name}.lora_{half}.weight"][:1, :3]}
+        with pytest.raises(ValueError, match=r"adapters do not fit.*0\.mlp\.up_proj\.weight'\]"):
+            Summed(base, {**alone, **cut}, 2.0)
     with pytest.raises(ValueError, match=r"adapters do not fit.*model\.layers\.0\.mlp\.up_proj"):
         Summed({name: x for name, x in base.items() if ".up_proj" not in name}, alone, 2.0)
     half = {
