@@ -813,15 +813,16 @@ class Trains(Flow):
 
 @pytest.mark.parametrize("value", [None, "3", torch.ones(2), [1.0]])
 def test_a_metric_that_is_no_number_is_refused_by_name(value: object) -> None:
-    with start(Trains(worker=Wrong({"fine": torch.tensor(2), "odd": value})), 2) as run:
-        with pytest.raises(UserError, match=r"^worker\.train: its finish .* metric 'odd'"):
-            run.step(prompts(2))
+    refused = pytest.raises(UserError, match=r"^worker\.train: its finish .* metric 'odd'")
+    flow = Trains(worker=Wrong({"fine": torch.tensor(2), "odd": value}))
+    with start(flow, 2) as run, refused:
+        run.step(prompts(2))
 
 
 def test_a_finish_gives_metrics_or_nothing() -> None:
-    with start(Trains(worker=Wrong(3.0)), 2) as run:
-        with pytest.raises(UserError, match=r"^worker\.train: its finish returned no metrics"):
-            run.step(prompts(2))
+    refused = pytest.raises(UserError, match=r"^worker\.train: its finish returned no metrics")
+    with start(Trains(worker=Wrong(3.0)), 2) as run, refused:
+        run.step(prompts(2))
     with start(Trains(worker=Wrong({"size": torch.tensor(2)})), 2) as run:
         assert run.step(prompts(2)).metrics == {"size": 2.0}
 
@@ -838,7 +839,9 @@ def test_a_step_of_another_number_of_items_is_refused() -> None:
 
 @pytest.mark.parametrize("count", [0, -1, "4", None])
 def test_a_step_of_no_number_of_items_is_refused(count: Any) -> None:
-    with pytest.raises(UserError, match=r"^items_per_step: .*expected a whole number of at least 1"):
+    with pytest.raises(
+        UserError, match=r"^items_per_step: .*expected a whole number of at least 1"
+    ):
         start(Doubling(), count)
     with pytest.raises(UserError, match=r"^also\.step2: .*expected a whole number of at least 1"):
         m2flow.launch(Doubling(), items_per_step=4, also={"step2": count})

@@ -330,7 +330,13 @@ def test_what_cannot_be_drawn_from_is_refused(config: dict[str, Any], message: s
 def test_what_transformers_keeps_in_float32_is_so_here_too(kind: str, tmp_path: Path) -> None:
     """The bias by which experts are chosen: in bfloat16 other experts would be."""
     sizes = {**_SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4}
-    groups = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    groups = {
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    }
     ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
     own = {**ranks, "v_head_dim": 8} if kind == "deepseek_v3" else {"head_dim": 8}
     config = CONFIG_MAPPING[kind](**sizes, **groups, **own)
