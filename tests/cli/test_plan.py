@@ -279,6 +279,50 @@ def test_modes_on_two_kinds_of_lanes_take_layouts_that_fit_both(m2flow: M2flow) 
     assert outcome.plan.placements["learner"].layout == "fsdp4"
 
 
+@pytest.mark.parametrize(
+    ("recipe", "cluster", "mode", "layouts"),
+    [
+        ("gsm8k", "1x7xH100", "collocated", {"learner": "fsdp7", "generator": "one"}),
+        ("gsm8k", "2x6xH100", "disaggregated", {"learner": "tp2", "generator": "one"}),
+        ("gsm8k", "1x7xH100", "hybrid", {"learner": "fsdp7", "generator": "one"}),
+        ("qwen2.5-7b-ppo-math", "1x3xH200", "collocated", {"critic": "fsdp3", "learner": "fsdp3"}),
+    ],
+)
+def test_a_mode_takes_layouts_that_divide_its_lanes(
+    m2flow: M2flow, recipe: str, cluster: str, mode: str, layouts: dict[str, str]
+) -> None:
+    """The smallest that fits was taken, and refused by a name that nobody had given."""
+    words = ["plan", recipe, "--cluster", cluster, "--model", "Qwen2.5-7B", "--mode", mode]
+    outcome = m2flow(*words, "--json")
+    assert outcome.code == 0, outcome.err
+    plan = outcome.plan
+    assert plan.mode == mode
+    assert {worker: plan.placements[worker].layout for worker in layouts} == layouts
+
+
+@pytest.mark.parametrize(
+    ("cluster", "error"),
+    [
+        ("1x7xH100", "no layout of learner that has a price divides the lanes it has in this mode"),
+        ("1x8xH100+1x4xL40S", "a plan of this mode does not keep the limits of these lanes"),
+    ],
+)
+def test_a_mode_for_which_no_layout_will_do_is_refused(
+    m2flow: M2flow, cluster: str, error: str
+) -> None:
+    words = ["plan", "gsm8k", "--cluster", cluster, "--model", "Qwen2.5-7B"]
+    assert m2flow(*words, "--mode", "disaggregated").error == (
+        f"--mode: {error} (got 'disaggregated'); --mode auto finds one that does"
+    )
+
+
+def test_a_layout_that_the_recipe_names_gives_way_to_no_other(m2flow: M2flow) -> None:
+    words = ["plan", "gsm8k", "--cluster", "1x7xH100", "--model", "Qwen2.5-7B"]
+    refusal = m2flow(*words, "--mode", "hybrid", "layouts.learner=fsdp4").error
+    assert refusal.startswith("layouts.learner: the worker's 7 lanes cannot be divided into repl")
+    assert "(got 'fsdp4'); expected a layout of 1 or 7 lanes" in refusal
+
+
 # --- profiles -------------------------------------------------------------------------------------
 
 

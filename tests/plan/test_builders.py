@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from m2flow.plan import (
     validate,
     with_memory,
 )
-from m2flow.plan.builders import BUILDERS, placed
+from m2flow.plan.builders import BUILDERS, first_that_divides, placed
 from m2flow.plan.chunks import ITEMS_IN_TIME, call_items
 from m2flow.plan.file import from_json
 from m2flow.simulation.driver import Simulation
@@ -244,6 +245,18 @@ def test_one_process_has_no_gangs() -> None:
 def test_gangs_that_cannot_be(layouts: dict[str, Layout], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         build_plan("collocated", GRPO, cpu_lanes(3), 8, layouts=layouts)
+
+
+def test_a_layout_that_does_not_divide_gives_way_to_the_next_of_its_worker() -> None:
+    build = partial(build_plan, "collocated", GRPO, cpu_lanes(6), 12, ())
+    four, six = Layout("fsdp4", 4), Layout("fsdp6", 6)
+    plan = first_that_divides(build, {"learner": (four, six, FSDP2), "gen": (four, FSDP2)})
+    layouts = {worker: spot.layout for worker, spot in plan.placements.items()}
+    assert (layouts["learner"], layouts["gen"]) == ("fsdp6", "fsdp2")
+    with pytest.raises(UserError, match=r"layouts\.gen: .*\(got 'fsdp4'\)"):
+        first_that_divides(build, {"learner": (four, six), "gen": (four, Layout("fsdp5", 5))})
+    with pytest.raises(UserError, match="mode: is not a mode"):
+        first_that_divides(partial(build_plan, "none", GRPO, cpu_lanes(6), 12, ()), {"gen": (six,)})
 
 
 # --- several machines, memory ---------------------------------------------------------------------

@@ -14,6 +14,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan import build_plan, isolated_workers, read_plan
 from m2flow.plan.account import LaneAccount, accounts
+from m2flow.plan.builders import first_that_divides
 from m2flow.plan.choose import check_fits, choose
 from m2flow.plan.choose.judge import shape, sized
 from m2flow.plan.prediction import Candidate, Decision
@@ -161,6 +162,7 @@ class Planning:
         """The planner's choice for some lanes, with a plan of the user's judged beside its own."""
         try:
             profile = self._profile(self.cluster)
+            options = self._layouts(profile, lanes)
             return choose(
                 self.graph,
                 profile,
@@ -168,7 +170,8 @@ class Planning:
                 self.recipe.items_per_step,
                 max_staleness=self.recipe.max_staleness,
                 isolated=self.isolated,
-                layouts=self._layouts(profile, lanes),
+                layouts={worker: some[0] for worker, some in options.items()},
+                instead={worker: some[1:] for worker, some in options.items()},
                 beside=[] if mine is None else [self._sized(mine, profile)],
             )
         except UserError as error:
@@ -206,13 +209,15 @@ class Planning:
             )
         return found
 
-    def _layouts(self, profile: Profile, lanes: Sequence[LaneSpec]) -> dict[str, Layout]:
+    def _layouts(
+        self, profile: Profile, lanes: Sequence[LaneSpec]
+    ) -> dict[str, tuple[Layout, ...]]:
         """Layouts of workers in the plans of fixed modes: the recipe's, where they have a price.
 
-        Else on the fewest lanes among those that fit every kind of lane, or else any, and of
-        several the one that is priced first.
+        Else one of each size, of several the one that is priced first: those that fit every kind of
+        lane, or else any, the fewest lanes first, and then the others, the most lanes first.
         """
-        found: dict[str, Layout] = {}
+        found: dict[str, tuple[Layout, ...]] = {}
         sources = {edge.source for edge in self.graph.weight_edges}
         for worker in sorted(self.graph.workers, key=sources.__contains__):
             nodes = [node for node in self.graph.nodes if node.worker == worker]
@@ -230,14 +235,19 @@ class Planning:
                     expected=" or ".join(sorted(names)),
                 )
             if wanted or not options:
-                found[worker] = wanted or ONE_LANE
+                found[worker] = (wanted or ONE_LANE,)
                 continue
-            fitting = [one for one in options if self._fits(profile, lanes, worker, one, found)]
+            others = {name: some[0] for name, some in found.items()}
+            fitting = [one for one in options if self._fits(profile, lanes, worker, one, others)]
             kinds = {kind for *_, kind in options}
             everywhere = [one for one in fitting if all((*one[:2], x) in fitting for x in kinds)]
-            name, size, _ = min(everywhere or fitting or options, key=lambda one: one[1])
-            found[worker] = Layout(name, size)
-        return {worker: layout for worker, layout in found.items() if layout.lanes > 1}
+            sizes: dict[int, Layout] = {}
+            rising = sorted(everywhere or fitting or options, key=lambda one: one[1])
+            falling = sorted(options, key=lambda one: one[1], reverse=True)
+            for name, size, _ in (*rising, *falling):
+                sizes.setdefault(size, Layout(name, size))
+            found[worker] = tuple(sizes.values())
+        return {worker: some for worker, some in found.items() if some[0].lanes > 1}
 
     def _fits(
         self,
@@ -277,12 +287,18 @@ class Planning:
         if every:
             return _with_choice(decision, every[0])
         lanes = [lane for lane in decision.chosen.plan.lanes if lane.reserved_for is None]
-        build_plan(  # says why, where the mode does not fit the lanes
-            mode, self.graph, lanes, self.recipe.items_per_step, self.isolated,
-            self._layouts(decision.profile, lanes),
-        )  # fmt: skip
+        num_items = self.recipe.items_per_step
+        build = partial(build_plan, mode, self.graph, lanes, num_items, self.isolated)
+        why = "a plan of this mode does not keep the limits of these lanes"
+        try:
+            first_that_divides(build, self._layouts(decision.profile, lanes))
+        except UserError as error:
+            worker = (error.key or "").removeprefix("layouts.")
+            if worker not in self.graph.workers or worker in self.layouts:
+                raise  # the mode, or a layout that was named, does not fit the lanes
+            why = f"no layout of {worker} that has a price divides the lanes it has in this mode"
         raise UserError(
-            "a plan of this mode does not keep the limits of these lanes",
+            why,
             key="--mode",
             value=mode,
             hint="--mode auto finds one that does",

@@ -7,9 +7,10 @@ streaming stage and the members of a loop make the *rollout*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TypeVar
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import PlanError, UserError, suggestion
@@ -17,6 +18,8 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan.chunks import in_time, pipelined, spread
 from m2flow.plan.isolation import isolate
+
+T = TypeVar("T")
 
 Builder = Callable[[FlowGraph, Sequence[LaneSpec], int, Mapping[str, Layout]], Plan]
 """Makes the plan of one mode; raises a UserError where the mode does not fit graph or lanes."""
@@ -145,6 +148,34 @@ def build_plan(
     if mode != "eager" and len(free) < len(lanes):
         plan = replace(plan, lanes=tuple(lanes))
     return isolate(plan, isolated)
+
+
+def first_that_divides(
+    build: Callable[[Mapping[str, Layout]], T], options: Mapping[str, Iterable[Layout]]
+) -> T:
+    """Make something of the first layout of each worker that divides the worker's lanes.
+
+    Args:
+        build: makes it of a layout for each worker; refuses one of them as `build_plan` does.
+        options: by worker the layouts that it may have, the best first; at least one.
+
+    Raises:
+        UserError: none of a worker's layouts does, what `build` said of the best one; or what else
+            `build` refuses.
+    """
+    left = {worker: iter(layouts) for worker, layouts in options.items()}
+    chosen = {worker: next(layouts) for worker, layouts in left.items()}
+    refused: dict[str, UserError] = {}
+    while True:
+        try:
+            return build(chosen)
+        except UserError as error:
+            worker = (error.key or "").removeprefix("layouts.")
+            following = next(left[worker], None) if worker in left else None
+            if following is None:
+                raise refused.get(worker, error) from None
+            refused.setdefault(worker, error)
+            chosen = {**chosen, worker: following}
 
 
 def companion(plan: Plan, graph: FlowGraph, num_items: int, isolated: Collection[str] = ()) -> Plan:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout
-from m2flow.plan.builders import BUILDERS, build_plan
+from m2flow.plan.builders import BUILDERS, build_plan, first_that_divides
 from m2flow.plan.choose.descent import Descent
 from m2flow.plan.choose.draft import AUTO, draft_of, obstacle, to_plan
 from m2flow.plan.choose.folding import fold_of, folded, unfolded
@@ -54,6 +55,7 @@ def choose(
     max_staleness: int = 0,
     isolated: Collection[str] = (),
     layouts: Mapping[str, Layout] = MappingProxyType({}),
+    instead: Mapping[str, Sequence[Layout]] = MappingProxyType({}),
     beside: Sequence[Plan] = (),
     effort: int = EFFORT,
 ) -> Decision:
@@ -67,6 +69,8 @@ def choose(
         max_staleness: how many steps generation may run ahead; a budget, not a wish.
         isolated: workers that get lanes of their own.
         layouts: for the plans of the fixed modes, as in `build_plan`.
+        instead: by worker, the layouts that take the place of the one in `layouts` in a mode whose
+            lanes it does not divide, the best first.
         beside: further plans to be judged, such as the one that runs.
         effort: plans that are simulated for each staleness.
 
@@ -77,7 +81,8 @@ def choose(
     problem = PlanningProblem(
         graph, profile, [x for x in lanes if x.reserved_for is None], num_items
     )
-    choice = _Choice(problem, tuple(lanes), isolated, layouts)
+    options = {worker: (one, *instead.get(worker, ())) for worker, one in layouts.items()}
+    choice = _Choice(problem, tuple(lanes), isolated, options)
     found = [
         candidate
         for staleness in range(max_staleness + 1)
@@ -114,7 +119,7 @@ class _Choice:
         problem: PlanningProblem,
         lanes: tuple[LaneSpec, ...],
         isolated: Collection[str],
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, Sequence[Layout]],
     ) -> None:
         self.problem, self.lanes, self.isolated, self.layouts = problem, lanes, isolated, layouts
         self.fold = fold_of(problem)
@@ -156,17 +161,23 @@ class _Choice:
         """The fixed modes that fit, with their plans on the part of the lanes and on all lanes."""
         for mode in MODES:
             try:
-                small = self._built(self.small, mode, staleness)
-                whole = self._built(self.problem, mode, staleness)
+                whole, small = first_that_divides(
+                    partial(self._built, mode, staleness), self.layouts
+                )
             except UserError as error:
                 self.judge.ruled_out.setdefault(mode, f"{error}")
                 continue
             yield mode, small, whole
 
-    def _built(self, problem: PlanningProblem, mode: str, staleness: int) -> Plan:
-        graph, items = problem.graph, problem.num_items
-        plan = build_plan(mode, graph, problem.lanes, items, layouts=self.layouts)
-        return replace(sized(plan, graph, problem.profile, items), max_staleness=staleness)
+    def _built(self, mode: str, staleness: int, layouts: Mapping[str, Layout]) -> list[Plan]:
+        """The plans of a mode on all lanes and on the part of them, in the same layouts."""
+        plans = []
+        for problem in (self.problem, self.small):
+            graph, items = problem.graph, problem.num_items
+            plan = build_plan(mode, graph, problem.lanes, items, layouts=layouts)
+            plan = sized(plan, graph, problem.profile, items)
+            plans.append(replace(plan, max_staleness=staleness))
+        return plans
 
 
 def _best(ranked: Sequence[Candidate]) -> Candidate:

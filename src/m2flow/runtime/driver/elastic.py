@@ -6,7 +6,7 @@ builder has made is somebody's own, and for its lanes only. Knows no processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from string import digits
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.worker import ONE_LANE, Layout, Worker
-from m2flow.plan.builders import build_plan
+from m2flow.plan.builders import build_plan, first_that_divides
 from m2flow.plan.choose.judge import shape
 from m2flow.plan.memory import with_sizes
 from m2flow.runtime.driver.auto import GUESSES
@@ -95,19 +95,17 @@ class ElasticPlan:
         Raises:
             UserError: the mode does not fit.
         """
-        methods, layouts = self._methods, dict(self._layouts)
+        methods = self._methods
         if all(lane.reserved_for is not None for lane in lanes):
             raise UserError("all that are left are reserved for a worker", key="lanes")
         graph, num_items = methods.graphs[STEP], methods.num_items[STEP]
-        plan: Plan | None = None
-        while plan is None:
-            try:
-                plan = build_plan(mode, graph, lanes, num_items, methods.isolated, layouts)
-            except UserError as error:
-                worker = (error.key or "").removeprefix("layouts.")
-                if worker not in layouts or layouts[worker].lanes == 1:
-                    raise
-                layouts[worker] = self._smaller(worker, layouts[worker], lanes)
+
+        def build(layouts: Mapping[str, Layout]) -> tuple[Plan, Mapping[str, Layout]]:
+            return build_plan(mode, graph, lanes, num_items, methods.isolated, layouts), layouts
+
+        plan, layouts = first_that_divides(
+            build, {worker: self._no_larger(worker, lanes) for worker in self._layouts}
+        )
         if len(plan.lanes) > len(lanes):
             raise UserError(
                 "must have a process of its own, and the one beside a lane is lost",
@@ -115,14 +113,19 @@ class ElasticPlan:
             )
         return plan, layouts
 
-    def _smaller(self, worker: str, layout: Layout, lanes: tuple[LaneSpec, ...]) -> Layout:
-        """The largest layout of a worker that has fewer lanes, of the same sort where possible."""
-        known = self._workers[worker].layouts(lanes[0].kind, len(lanes))
-        fewer = [one for one in known if one.lanes < layout.lanes and one.obstacle() is None]
-        return max(
-            [ONE_LANE, *fewer],
-            key=lambda one: (one.lanes, one.name.rstrip(digits) == layout.name.rstrip(digits)),
-        )
+    def _no_larger(self, worker: str, lanes: tuple[LaneSpec, ...]) -> Iterator[Layout]:
+        """The layout of a worker, then those of ever fewer lanes, of the same sort if possible."""
+        layout = self._layouts[worker]
+        yield layout
+        while layout.lanes > 1:
+            known = self._workers[worker].layouts(lanes[0].kind, len(lanes))
+            fewer = [one for one in known if one.lanes < layout.lanes and one.obstacle() is None]
+            sort = layout.name.rstrip(digits)
+            layout = max(
+                [ONE_LANE, *fewer],
+                key=lambda one: (one.lanes, one.name.rstrip(digits) == sort),
+            )
+            yield layout
 
     def _layouts_of(self, plan: Plan) -> dict[str, Layout]:
         """The layouts of a plan's workers, but for those on a lane each."""
