@@ -133,6 +133,25 @@ def test_calls_stand_behind_thoughts_and_are_closed(
     assert chat.calls([*ids_of(text), 256]) == found
 
 
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (f"I ask. {CALL} And {CALL}<eos>", "I ask.  And "),
+        (f"{THOUGHT}I ask. {CALL[:30]}", f"{THOUGHT}I ask. "),
+        ("It is 5.<eos>", "It is 5."),
+    ],
+)
+def test_a_turn_in_a_chat_without_its_calls(chat: ChatDialect, text: str, left: str) -> None:
+    assert chat.without_calls(BYTES(text)["input_ids"]) == left
+
+
+@pytest.mark.parametrize(
+    ("text", "left"), [("so [72", "so "), ("so [72]", "so "), ("72]", ""), ("#72", "#72")]
+)
+def test_a_turn_of_tags_without_its_call(tags: TagDialect, text: str, left: str) -> None:
+    assert tags.without_calls(ids_of(text)) == left
+
+
 def test_what_stands_before_the_calls_has_the_thoughts_whole(chat: ChatDialect) -> None:
     assert chat.before_calls(f"{THOUGHT}I ask. {CALL}{CALL}") == f"{THOUGHT}I ask. "
 

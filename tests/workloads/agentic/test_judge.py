@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from m2flow.flow import Batch, Ragged
-from m2flow.workloads.agentic.workers import turn_advantage
+from m2flow.flow import Batch, Place, Ragged
+from m2flow.rewards.reward import WeightedReward
+from m2flow.workloads.agentic.episodes import Turn
+from m2flow.workloads.agentic.workers import TrajectoryVerifier, turn_advantage
+from m2flow.workloads.reasoning.workers import ModelSource
 
 
 def samples(seed: int, groups: int = 3, size: int = 4) -> Batch:
@@ -68,6 +72,34 @@ def test_advantages_of_turns_against_a_plain_loop(seed: int) -> None:
                 mine = found["advantages"][row][begin:end].tolist()
                 assert mine == pytest.approx([wanted] * (end - begin), abs=1e-9)
                 begin = end
+
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"formula": "144/2"}}\n</tool_call>'
+
+
+def test_a_call_that_nobody_has_answered_is_no_answer(chat_folder: Path) -> None:
+    """`144/2` was right where 72 was asked for, of a trajectory that was cut off before the answer:
+    by its turns, by its tokens, or within the call."""
+    verifier = TrajectoryVerifier(ModelSource(str(chat_folder)), [WeightedReward("math")])
+    verifier.load(Place())
+    tokenizer = verifier.tokenizer
+    ended = {CALL: "turns", CALL + " ": "length", CALL[:-20]: "length", "It is 72.": "length",
+             "It is 144/2.": "stop"}  # fmt: skip
+    rows = [torch.tensor(tokenizer(f"I ask.{text}")["input_ids"]) for text in ended]
+    turns = [[Turn(0, 6, result_end=6), Turn(6, len(row), result_end=len(row))] for row in rows]
+    count = len(rows)
+    given = Batch(
+        {
+            "prompt": ["144/2?"] * count, "prompt_ids": Ragged.from_rows(rows),
+            "completion_ids": Ragged.from_rows(rows), "turns": turns, "metadata": [{}] * count,
+            "answer": ["72"] * count, "finish_reason": [*ended.values()],
+            "tool_failure": [""] * count,
+        }
+    )  # fmt: skip
+    scored = verifier.score(given)
+    assert scored["failure"] == [""] * count
+    assert scored["reward"] == [0.0, 0.0, 0.0, 1.0, 1.0]
+    assert scored["turns"][0][-1]["text"] == CALL, "turns are told as they are"
 
 
 def test_without_rewards_of_turns_each_turn_has_the_trajectorys_advantage() -> None:

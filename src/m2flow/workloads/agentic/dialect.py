@@ -42,6 +42,9 @@ class Dialect(Protocol):
             ids: the tokens of the turn, the one that ended it included.
         """
 
+    def without_calls(self, ids: Sequence[int]) -> str:
+        """The text of a turn without its calls, also without one that the turn's end cut off."""
+
     def end_ids(self, ids: Sequence[int]) -> list[int]:
         """What ends a turn that calls something, where its own tokens leave that out."""
 
@@ -128,15 +131,21 @@ class TagDialect:
         special = bool(self.stop_ids) and close[0] in _special_ids(tokenizer)
         self.closing_strings: tuple[str, ...] = () if special else (self._close,)
 
-    def calls(self, ids: Sequence[int]) -> list[ToolCall | ToolResult]:
+    def _parts(self, ids: Sequence[int]) -> tuple[str, str, str, bool]:
+        """A turn's text before its call, what opens the call if it is there, the call's text, and
+        whether the call was closed.
+        """
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         closed = bool(ids) and ids[-1] in self.stop_ids
         if not closed and self.closing_strings:
             text, close, _ = text.partition(self._close)
             closed = bool(close)
+        return (*text.rpartition(self._open), closed)
+
+    def calls(self, ids: Sequence[int]) -> list[ToolCall | ToolResult]:
+        _, opened, inner, closed = self._parts(ids)
         if not closed:
             return []
-        _, opened, inner = text.rpartition(self._open)
         if not opened:
             return [ToolResult(f"a call begins with {self._open}", error=True)]
         inner = inner.removesuffix(self._close).strip()
@@ -144,6 +153,10 @@ class TagDialect:
             return [ToolCall(self._tools[0], inner)]
         tool, argument = (*inner.split(None, 1), "", "")[:2]
         return [ToolCall(tool, argument)]
+
+    def without_calls(self, ids: Sequence[int]) -> str:
+        said, opened, rest, closed = self._parts(ids)
+        return said if opened or closed else rest
 
     def end_ids(self, ids: Sequence[int]) -> list[int]:
         return []
@@ -192,6 +205,7 @@ class ChatDialect:
         self._tokenizer, self.options = tokenizer, dict(chat_options or {})
         self._writer = _TokenWriter(tokenizer, max_result_tokens)
         self._ends = _special_ids(tokenizer)
+        self._specials = tokenizer.convert_ids_to_tokens(sorted(self._ends))
         self._one = self._between(1)
         two = self._between(2)
         # Some templates put all answers to one turn into one turn of their own.
@@ -231,6 +245,13 @@ class ChatDialect:
             else ToolResult("a call ends with </tool_call>", error=True)
             for inner, closed in self._CALL.findall(said)
         ]
+
+    def without_calls(self, ids: Sequence[int]) -> str:
+        thoughts, said = _divided(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        text = thoughts + self._CALL.sub("", said)
+        for special in self._specials:
+            text = text.replace(special, "")
+        return text
 
     def before_calls(self, text: str) -> str:
         """What stands before the first call in the text of a turn."""

@@ -134,7 +134,9 @@ def recipe_flow(
         "adapted": AdaptedSource.of(recipe, model),
     }
     settings: dict[str, Any] = {
-        "verifier": TrajectoryVerifier(model, rewards, turn_rewards),
+        "verifier": TrajectoryVerifier(
+            model, rewards, turn_rewards, episode, recipe.data.template_variables
+        ),
         "learner": Learner(
             model if recipe.model.lora_rank else policy,
             recipe,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from m2flow.flow import Batch, Place, Ragged, stage
 from m2flow.rewards.reward import Judged, Scores, WeightedReward, weighted_sum
+from m2flow.workloads.agentic.config import EpisodeSection
 from m2flow.workloads.agentic.workers.caller import written
 from m2flow.workloads.reasoning.workers import ModelSource, Verifier, group_advantage
 
@@ -17,9 +18,12 @@ class TrajectoryVerifier(Verifier):
 
     Args:
         model: whose tokenizer turns token ids into text.
-        rewards: judge the last turn; their rows have `turns`, all turns as `written` gives them.
+        rewards: judge the last turn, where a trajectory was cut off without the calls in it, which
+            nobody has answered; their rows have `turns`, all turns as `written` gives them.
         turn_rewards: judge each turn's text; their rows have `turn`, its number, and of the turn
             what `written` gives.
+        episode: how calls are written.
+        chat_options: variables of the chat template, where answers are turns of one.
     """
 
     def __init__(
@@ -27,12 +31,18 @@ class TrajectoryVerifier(Verifier):
         model: ModelSource,
         rewards: Sequence[WeightedReward] | None = (),
         turn_rewards: Sequence[WeightedReward] = (),
+        episode: EpisodeSection | None = None,
+        chat_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(model, rewards)
         self.turn_rewards = tuple(turn_rewards)
+        self.episode, self.chat_options = episode or EpisodeSection(), chat_options
 
     def load(self, place: Place) -> None:
         super().load(place)
+        from m2flow.workloads.agentic.dialect import dialect_of
+
+        self._dialect = dialect_of(self.tokenizer, self.episode, (), self.chat_options)
         for reward in self.turn_rewards:
             reward.load()
 
@@ -71,7 +81,10 @@ class TrajectoryVerifier(Verifier):
             )
         ]  # fmt: skip
         assert self.rewards is not None
-        texts = [some[-1]["text"] for some in turns]
+        texts = [
+            some[-1]["text"] if reason == "stop" else self._dialect.without_calls(drawn)
+            for some, drawn, reason in zip(turns, last, samples["finish_reason"], strict=True)
+        ]
         scores = weighted_sum(
             self.rewards, Judged(samples.ids, samples["prompt"], texts, last, told)
         )
