@@ -120,6 +120,24 @@ def test_an_eager_call_that_makes_progress_is_not_late(flow: type[Flow]) -> None
         assert run.step(Batch({"x": [1, 2]})).output["x"] == [1, 2]
 
 
+class Around(Flow):
+    sleeper: Sleeper
+    slow: Slow
+
+    def step(self, items: Stream) -> Stream:
+        return loop(self.slow.turn, self.sleeper.rest, max_turns=2)(items)
+
+
+def test_a_loop_that_is_late_is_named_by_all_its_stages() -> None:
+    """Its first stage was, whichever of them had not come back."""
+    spots = {name: Placement(((0,),)) for name in ("sleeper", "slow")}
+    plan = Plan("eager", (LaneSpec(0),), spots, deadline_seconds=1.0)
+    run = m2flow.launch(Around(sleeper=Sleeper("rest"), slow=Slow()), items_per_step=2, plan=plan)
+    late = r"^loop\(slow\.turn, sleeper\.rest\) \(step 0, call \d+\) has not finished within"
+    with run, pytest.raises(RunFailed, match=late):
+        run.step(Batch({"x": [1, 2]}))
+
+
 def test_what_a_call_has_given_puts_its_deadline_off() -> None:
     watch = CallWatch(FOR_EVER)
     with watch.over("a call"):

@@ -81,7 +81,9 @@ def call_name(graph: FlowGraph, command: CallCommand) -> str:
     """A call in words."""
     match command:
         case RunCall(node=node, step=step, call=call):
-            return f"{graph.nodes[node].name} (step {step}, call {call})"
+            loop = graph.nodes[node].loop if command.fused else None
+            name = graph.nodes[node].name if loop is None else graph.loop_name(loop)
+            return f"{name} (step {step}, call {call})"
         case RunFinish(node=node, step=step, minibatch=minibatch):
             return f"{graph.nodes[node].name}.finish (step {step}, mini-batch {minibatch})"
         case ExportWeights(source=source, version=version):

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -28,6 +28,10 @@ may have to start something first says more (`grace_seconds`)."""
 
 MAX_CHARACTERS = 1 << 20
 """Of an answer; what is beyond is dropped before anybody reads it."""
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Toolbox:
@@ -62,13 +66,19 @@ class Toolbox:
         for tool in self.tools.values():
             getattr(tool, "prepare", _nothing)()
 
-    def carry_out(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """The answer of each call, in their order."""
+    def carry_out(
+        self, calls: Sequence[ToolCall], goes_on: Callable[[], object] = _nothing
+    ) -> list[ToolResult]:
+        """The answer of each call, in their order; with each `goes_on` is called, on this thread."""
         if not calls:
             return []
         self.prepare()  # no call's deadline is for that
         with ThreadPoolExecutor(min(len(calls), self._concurrency)) as threads:
-            return list(threads.map(partial(self._answer, patience=_Patience()), calls))
+            found = []
+            for answer in threads.map(partial(self._answer, patience=_Patience()), calls):
+                found.append(answer)
+                goes_on()
+        return found
 
     def close(self) -> None:
         """Let go of what the tools hold."""
@@ -112,10 +122,6 @@ class Toolbox:
             return ToolResult(str(found)[:MAX_CHARACTERS], error=True, seconds=seconds)
         why = str(found) or type(found).__name__
         return ToolResult(failure=f"tool {tool.name}: {why}", seconds=seconds)
-
-
-def _nothing() -> None:
-    """Prepare nothing."""
 
 
 class _Patience:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,9 @@ def test_the_run_goes_on_without_them(tiny_recipe: MakeRecipe, warmed: ModelSour
     assert 2 <= failed < 48
 
 
-def called(user: ToolUser, texts: list[str]) -> Batch:
+def called(user: ToolUser, texts: list[str], place: Place = Place()) -> Batch:  # noqa: B008
     """Trajectories behind a first turn each, with what the tools answered to it."""
-    user.load(Place())
+    user.load(place)
     tokenizer = user.model.tokenizer()
     drawn = [
         Completion(
@@ -119,6 +120,17 @@ def test_calls_of_a_turn_that_ends_its_trajectory_are_counted(
     assert [turn.errors for turn in (failed, long, wrong)] == [0, 0, 1]
     assert min(turn.seconds for turn in (failed, long, wrong)) > 0
     assert [turn.result_end for turn in (failed, long)] == [5, 6]
+
+
+def test_a_stage_makes_progress_with_each_call_of_a_tool(
+    tiny_recipe: MakeRecipe, warmed: ModelSource
+) -> None:
+    """All calls stood under one deadline, and tools that are slow but work ended the run."""
+    heard: list[int] = []
+    place = Place(goes_on=lambda: heard.append(threading.get_ident()))
+    user = ToolUser(warmed, tiny_recipe().episode, ["calculator"], [ToolPart(tool="calculator")])
+    called(user, ["[2*7]", "[2*6]", "#12", "[2/0]"], place)
+    assert heard == [threading.get_ident()] * 3
 
 
 def test_behind_a_turn_that_a_text_has_ended_comes_the_end_token(

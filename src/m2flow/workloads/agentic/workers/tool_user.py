@@ -55,7 +55,7 @@ class ToolUser(Caller):
         self._box.prepare()
 
     def answers(self, calls: Sequence[ToolCall], seeds: Sequence[int]) -> list[ToolResult]:
-        return self._box.carry_out(calls)
+        return self._box.carry_out(calls, self.place.goes_on)
 
     def close(self) -> None:
         if hasattr(self, "_box"):
