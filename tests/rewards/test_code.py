@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import subprocess
 import threading
 from typing import Any
 
@@ -73,7 +75,7 @@ def test_a_bad_row_and_a_program_that_hangs_cost_one_answer_each(
     """They had taken the rewards of all answers that were scored along with them."""
     passes, over = code.passes, threading.Event()
 
-    def hanging(source: str, tests: Any) -> bool:
+    def hanging(source: str, tests: Any, seconds: float) -> bool:
         return bool(over.wait(60)) if "while True" in source else passes(source, tests)
 
     monkeypatch.setattr(code, "passes", hanging)
@@ -89,6 +91,64 @@ def test_a_bad_row_and_a_program_that_hangs_cost_one_answer_each(
     assert "neither statements nor inputs" in bad
     assert "gave nothing within 20 s" in late
     assert scores.failures[0] == scores.failures[3] == ""
+
+
+def test_the_many_tests_of_a_row_share_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had one of its own: a right program came to the deadline, a wrong one to its reward."""
+    started, popen = [], subprocess.Popen
+
+    def counted(*given: Any, **options: Any) -> Any:
+        started.append(given)
+        return popen(*given, **options)
+
+    monkeypatch.setattr(sandbox.subprocess, "Popen", counted)
+    pairs = {"inputs": [f"{n} 1" for n in range(20)], "outputs": list(range(1, 21))}
+    assert reward(READS, {"tests": pairs}) == 1.0
+    assert len(started) == 1
+    pairs["outputs"][19] = 7
+    assert reward(READS, {"tests": pairs}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        "import pathlib\npathlib.Path('/tmp/x').touch(exist_ok=False)\n",
+        "import os, time\nif os.fork() == 0: time.sleep(60)\n",
+    ],
+)
+def test_a_test_finds_nothing_of_those_before_it(trace: str) -> None:
+    assert reward(READS.replace("```python\n", f"```python\n{trace}"), {"tests": PAIRS}) == 1.0
+
+
+def test_a_program_has_so_many_seconds_for_all_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was given up with its reward open, and its other tests went on."""
+    now, given = [0.0], []
+
+    def run(self: sandbox.Sandbox, source: str, *texts: str, **how: Any) -> sandbox.ProgramOutcome:
+        given.append(how["seconds"])
+        now[0] += 4.0
+        in_time = how["seconds"] >= 4.0
+        return sandbox.ProgramOutcome("7", "", 0) if in_time else sandbox.ProgramOutcome("", "", 1)
+
+    monkeypatch.setattr(sandbox.Sandbox, "run", run)
+    monkeypatch.setattr(code.time, "monotonic", lambda: now[0])
+    assert code.passes("", [("", "7")] * 5, seconds=20.0)
+    assert given == [10.0, 10.0, 10.0, 8.0, 4.0]
+    given.clear()
+    assert not code.passes("", [("", "7")] * 20, seconds=20.0)
+    assert given == [10.0, 10.0, 10.0, 8.0, 4.0, 0.0]
+    assert not code.passes("", "assert True", seconds=3.0)
+    assert given[-1] == 3.0
+
+
+def test_the_seconds_of_a_program_are_those_of_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(code, "passes", lambda *_, seconds: given.append(seconds) or True)
+    judged = Judged([0], [""], [READS], [[]], [{"answer": "", "tests": PAIRS}])
+    assert weighted_sum([WeightedReward("code", deadline_seconds=500.0)], judged).rewards == [1.0]
+    assert 400.0 < given[0] <= 450.0
+    assert reward(READS, {"tests": PAIRS}) == 1.0
+    assert given[1] == math.inf
 
 
 def test_what_a_completion_has_for_a_program() -> None:

@@ -18,7 +18,15 @@ import pytest
 
 from m2flow.errors import UserError
 from m2flow.rewards import sandbox
-from m2flow.rewards.sandbox import LIMITS, WAYS, Limits, ProgramOutcome, Way, run_python
+from m2flow.rewards.sandbox import (
+    LIMITS,
+    WAYS,
+    Limits,
+    ProgramOutcome,
+    Sandbox,
+    Way,
+    run_python,
+)
 from m2flow.rewards.syscalls import MACHINES, PARTLY, REFUSED, refusals
 
 QUICK = replace(LIMITS, seconds=5.0, cpu_seconds=2)
@@ -26,7 +34,8 @@ QUICK = replace(LIMITS, seconds=5.0, cpu_seconds=2)
 
 def works(way: Way) -> bool:
     try:
-        return sandbox._run(way.command(LIMITS), "print('ready')", "", "", LIMITS).ok
+        with Sandbox(LIMITS, way) as one:
+            return one.run("print('ready')").ok
     except OSError:
         return False
 
@@ -185,6 +194,73 @@ if __name__ == "__main__":
     assert outcome.ok, outcome.stderr
     assert "Ran 1 test" in outcome.stderr
     assert not run_python(source.format(3)).ok
+
+
+def test_programs_of_a_sandbox_find_nothing_of_those_before_them() -> None:
+    leaves = (
+        "open('/tmp/x', 'w')",
+        "import os; os.mkdir('/tmp/x', 0)",
+        "import os, time\nif os.fork() == 0: os.setsid(); time.sleep(60)",
+        "import json; json.loads = None",
+        "import os; os.chdir('/'); os.environ['X'] = 'x'",
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))",
+        "import os; os._exit(3)",
+        "import os; os.kill(os.getpid(), 9)",
+        "while True: pass",
+    )
+    looks = """
+import json, os
+numbers = [name for name in os.listdir("/proc") if name.isdigit()]
+assert len(numbers) <= 3, numbers
+json.loads("[]")
+print(os.listdir(), os.getcwd(), "X" in os.environ, sorted(map(int, os.listdir("/proc/self/fd"))))
+"""
+    with Sandbox(replace(QUICK, seconds=60.0, cpu_seconds=1)) as one:
+        for source in leaves:
+            one.run(source)
+            outcome = one.run(looks)
+            assert outcome.stdout == "[] /tmp False [0, 1, 2, 3]\n", (source, outcome)
+
+
+def test_a_sandbox_goes_on_after_a_program_that_left_nothing() -> None:
+    with Sandbox(QUICK) as one:
+        assert one.run("print(input())", "1").stdout == "1\n"
+        first = one._process
+        assert one.run("print(input())", "2").stdout == "2\n"
+        assert one.run("1 / 0").exit_code == 1
+        assert one.run("def f(): return 1", after="assert f() == 1").ok
+        assert not one.run("def f(): return 1", after="assert f() == 2").ok
+        assert one._process is first
+        assert one.run("open('/tmp/x', 'w')").ok
+        assert one._process is None
+
+
+def test_the_process_that_starts_programs_is_out_of_their_reach() -> None:
+    source = """
+import ctypes, os
+starter = os.getppid()
+for path in ("mem", "fd/0", "environ", "maps"):
+    try:
+        open(f"/proc/{starter}/{path}", "rb")
+    except PermissionError:
+        continue
+    raise SystemExit(f"{path} can be opened")
+assert ctypes.CDLL(None).ptrace(16, starter, 0, 0) == -1
+descriptor = os.pidfd_open(starter)
+assert ctypes.CDLL(None).syscall(438, descriptor, 0, 0) == -1  # pidfd_getfd
+"""
+    with Sandbox(QUICK) as one:
+        outcome = one.run(source)
+        assert outcome.ok, outcome
+
+
+def test_a_program_that_ends_the_process_that_started_it_does_not_pass_by_that() -> None:
+    """As the namespace's first process it is no other's to end."""
+    with Sandbox(QUICK) as one:
+        for number in (signal.SIGINT, signal.SIGKILL, signal.SIGSTOP):
+            source = f"import os; os.kill(os.getppid(), {int(number)}); os._exit(3)"
+            assert not one.run(source).ok
+            assert one.run("print(1)", seconds=60.0).stdout == "1\n"
 
 
 # --- limits ---------------------------------------------------------------------------------------

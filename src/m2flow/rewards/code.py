@@ -9,21 +9,27 @@ or as such, in one of two forms:
 
 A text may be given as a number. Written texts are the same if their lines are, apart from white
 space at the ends of lines and of the text. Statements run in the program's own process, which may
-tamper with what they compare (`__eq__`); texts are compared outside of it. Before statements the
-program is imported, so that what it does `if __name__ == "__main__"` is left out.
+tamper with what they compare (`__eq__`); texts are compared outside of it, and each is read by a
+process of its own. Before statements the program is imported, so that what it does
+`if __name__ == "__main__"` is left out.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from m2flow.rewards.reward import prepared_by, threaded
-from m2flow.rewards.sandbox import LIMITS, Limits, find_way, run_python
+from m2flow.rewards.reward import prepared_by, seconds_left, threaded
+from m2flow.rewards.sandbox import LIMITS, Limits, Sandbox, find_way
 
 Tests: TypeAlias = str | Sequence[tuple[str, str]]
+
+SHARE_OF_DEADLINE = 0.9
+"""Of the seconds that a reward may take, for the program; the rest is for its end."""
 
 PYTHON = ("python", "python3", "py")
 """Tags of fenced blocks that hold a program."""
@@ -42,13 +48,17 @@ def code_reward(
 ) -> float:
     """1.0 for a completion whose program passes all tests of its row, else 0.0.
 
+    All tests together may take `SHARE_OF_DEADLINE` of the part's `deadline_seconds`: a program that
+    is not done by then has not passed.
+
     Raises:
         UserError: no sandbox can be made on this machine.
         ValueError: the tests of the row have none of the two forms.
     """
     tests = read_tests(row)
     source = program_in(completion)
-    return float(source is not None and passes(source, tests))
+    seconds = SHARE_OF_DEADLINE * seconds_left()
+    return float(source is not None and passes(source, tests, seconds=seconds))
 
 
 def program_in(completion: str) -> str | None:
@@ -63,20 +73,29 @@ def program_in(completion: str) -> str | None:
     return next(reversed(tagged or untagged), None)
 
 
-def passes(source: str, tests: Tests, limits: Limits = LIMITS) -> bool:
+def passes(
+    source: str, tests: Tests, limits: Limits = LIMITS, *, seconds: float = math.inf
+) -> bool:
     """Does a program pass all of the tests?
 
     Args:
         source: of the program.
         tests: statements that follow it, or pairs of what it reads and what it must write.
         limits: of each run: one for the statements, one for each pair.
+        seconds: of all runs together.
     """
-    if isinstance(tests, str):
-        return run_python(source, after=tests, limits=limits).ok
-    for read, wanted in tests:
-        outcome = run_python(source, read, limits=limits)
-        if not outcome.ok or _lines(outcome.stdout) != _lines(wanted):
-            return False
+    deadline = time.monotonic() + seconds
+
+    def seconds_of_run() -> float:
+        return min(limits.seconds, deadline - time.monotonic())
+
+    with Sandbox(limits) as sandbox:
+        if isinstance(tests, str):
+            return sandbox.run(source, after=tests, seconds=seconds_of_run()).ok
+        for read, wanted in tests:
+            outcome = sandbox.run(source, read, seconds=seconds_of_run())
+            if not outcome.ok or _lines(outcome.stdout) != _lines(wanted):
+                return False
     return True
 
 

@@ -21,8 +21,10 @@ import inspect
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
@@ -71,6 +73,8 @@ TIMEOUTS_IN_A_ROW = 3
 """After so many calls in a row without an answer the others of the batch are not made: what they
 wait for is down, and the stage would come to its own deadline."""
 
+_given_up: ContextVar[float] = ContextVar("when the call of a reward function is given up")
+
 F = TypeVar("F", bound=Callable[..., Any])
 Function: TypeAlias = "str | Reward | BatchReward"
 
@@ -105,6 +109,11 @@ def threaded(function: F) -> F:
     """
     vars(function)["threaded"] = True
     return function
+
+
+def seconds_left() -> float:
+    """Seconds until the call of a reward function is given up; infinite outside of such a call."""
+    return _given_up.get(math.inf) - time.monotonic()
 
 
 def _nothing() -> None:
@@ -324,7 +333,7 @@ def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> 
             return found + [_too_slow(seconds)] * (len(calls) - len(found))
         results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         left = threading.Event()
-        arguments = function, calls[len(found) :], results, left
+        arguments = function, calls[len(found) :], seconds, results, left
         threading.Thread(target=_call_each, args=arguments, daemon=True).start()
         while len(found) < len(calls):
             try:
@@ -340,11 +349,16 @@ def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> 
 
 
 def _call_each(
-    function: Any, calls: Sequence[tuple[Any, ...]], results: Any, left: threading.Event
+    function: Any,
+    calls: Sequence[tuple[Any, ...]],
+    seconds: float,
+    results: Any,
+    left: threading.Event,
 ) -> None:
     for arguments in calls:
         if left.is_set():
             return
+        _given_up.set(time.monotonic() + seconds)
         try:
             results.put(function(*arguments))
         except BaseException as error:  # noqa: BLE001, `exit()` too ends one call and not the run
@@ -368,6 +382,7 @@ async def _awaited(
             if slow >= TIMEOUTS_IN_A_ROW:
                 return _too_slow(part.deadline_seconds)
             before = returned
+            _given_up.set(time.monotonic() + part.deadline_seconds)
             call = caught(function, *arguments)
             try:
                 value, error = await asyncio.wait_for(call, part.deadline_seconds)

@@ -7,8 +7,12 @@ A program runs in namespaces of its own (network, processes, mounts, IPC, host n
 capabilities and with an empty environment; where m2flow runs as root, under a user id that owns
 nothing. It sees `/usr` and this Python's own folder, read-only, and a `/tmp` in memory that goes
 with it. Bubblewrap makes the namespaces where it is installed, else util-linux's `unshare`; where
-neither is allowed to, nothing is run. The program's source comes on its standard input, before the
-text that it is to read there.
+neither is allowed to, nothing is run.
+
+A process in the namespaces, the starter, runs the programs of a `Sandbox` one after the other, each
+as a fork of itself with pipes for standard streams. Source, input and output go through these: the
+starter knows none of them, and can be neither traced nor written to. Where a program leaves a
+process or a file behind, its namespaces end, and the next program gets new ones.
 
 Limits hold for each process (memory, CPU seconds, size of a file) and for the program (processes,
 seconds, bytes of output and of files). Memory that belongs to no process cannot be had, except in
@@ -23,13 +27,15 @@ import os
 import secrets
 import selectors
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import IO
+from io import FileIO
+from typing import Self
 
 from m2flow.errors import UserError
 from m2flow.rewards.syscalls import refusals
@@ -46,8 +52,8 @@ GRACE_SECONDS = 5.0
 PAGE_BYTES = 4096
 """Of scratch for each file: a file without a word in it takes memory, too."""
 
-_PROGRAM = """
-import ctypes, os, sys
+_STARTER = """
+import ctypes, os, socket, sys
 class Filter(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
 def ask(option, value, at):
@@ -55,19 +61,46 @@ def ask(option, value, at):
     libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
     if libc.prctl(option, value, at, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl {option} is refused")
-if code := bytes.fromhex(sys.argv[4]):
+if rules := bytes.fromhex(sys.argv[1]):
     ask(38, 1, 0)
-    rules = Filter(len(code) // 8, code)
-    ask(22, 2, ctypes.addressof(rules))
-if os.getpid() == 1:  # which has to keep the signal that it gets when the process outside ends
-    ask(4, 0, 0)  # nobody may trace it, nor write to its memory
-    if program := os.fork():
-        ended = 0
-        while ended != program:
-            ended, status = os.wait()
-        code = os.waitstatus_to_exitcode(status)
-        os._exit(code if code >= 0 else 128 - code)
-    ask(4, 1, 0)
+    filter = Filter(len(rules) // 8, rules)
+    ask(22, 2, ctypes.addressof(filter))
+ask(4, 0, 0)  # nobody may trace this process, nor write to its memory
+ask(36, 1, 0)  # whoever loses its parent becomes a child of this process
+def nothing_is_left():
+    if not rules:
+        return False  # there may be memory that belongs to no process
+    try:
+        if os.listdir("/tmp"):
+            return False
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True
+    except PermissionError:  # to list the folder
+        pass
+    return False
+line = socket.socket(fileno=0)
+while True:
+    lengths, streams, _, _ = socket.recv_fds(line, 99, 3)
+    if not lengths:
+        os._exit(0)
+    if not (program := os.fork()):
+        break
+    for stream in streams:
+        os.close(stream)
+    ended = 0
+    while ended != program:
+        ended, status = os.wait()
+    stays = nothing_is_left()
+    line.send(b"%d %d" % (os.waitstatus_to_exitcode(status), stays))
+    if not stays:
+        os._exit(0)  # the namespace's first process, or its only child: all others go with it
+line.detach()
+ask(4, 1, 0)
+for number, stream in enumerate(streams):
+    os.dup2(stream, number)
+    os.close(stream)
 def text(length):
     parts = []
     while length and (part := os.read(0, length)):
@@ -82,7 +115,7 @@ def run(source, after, word):
         exec(compile(after, "after.py", "exec"), vars(module))
         sys.stdout.flush()
         os.write(1, word.encode())
-run(*map(text, map(int, sys.argv[1:4])))  # all is read before the program is: it could echo it
+run(*map(text, map(int, lengths.split())))  # all is read before the program is: it could echo it
 """
 
 
@@ -135,87 +168,170 @@ class ProgramOutcome:
 def run_python(
     source: str, stdin: str = "", *, after: str = "", limits: Limits = LIMITS
 ) -> ProgramOutcome:
-    """Run a program in a sandbox.
+    """Run a program in a sandbox of its own.
 
     Args:
-        source: of the program.
-        stdin: what it may read from standard input.
-        after: source that is run in the program's namespace once it has come to its end; a program
-            that ends its process, or repeats what it reads, does not make it seem so. One that
-            searches the interpreter's own frames could: it is in the same process. With it the
-            program is a module that is imported: its `__name__` is "program", not "__main__".
+        source, stdin, after: as of `Sandbox.run`.
         limits: what it may use.
 
     Raises:
         UserError: no sandbox can be made on this machine.
     """
-    return _run(find_way().command(limits), source, stdin, after, limits)
+    with Sandbox(limits) as sandbox:
+        return sandbox.run(source, stdin, after=after)
 
 
-# --- running --------------------------------------------------------------------------------------
+class Sandbox:
+    """Runs programs one after the other; each finds nothing of those before it.
 
+    Namespaces are made when they are first needed. One thread at a time may use it.
 
-def _run(
-    command: Sequence[str], source: str, stdin: str, after: str, limits: Limits
-) -> ProgramOutcome:
-    program, later = source.encode(), after.encode()
-    word = secrets.token_bytes(16).hex().encode() if after else b""
-    interpreter = f"{PYTHON}/bin/python3.{sys.version_info.minor}"
-    lengths = [str(len(part)) for part in (program, later, word)]
-    inside = [interpreter, "-I", "-c", _PROGRAM, *lengths, refusals().hex()]
-    with subprocess.Popen(
-        [*command, *inside],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env={},
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        assert process.stderr is not None
-        outputs = {process.stdout: bytearray(), process.stderr: bytearray()}
+    Args:
+        limits: what each program may use.
+        way: how namespaces are made; None for the first way that works here.
+
+    Raises:
+        UserError: no sandbox can be made on this machine.
+    """
+
+    def __init__(self, limits: Limits = LIMITS, way: Way | None = None) -> None:
+        self._limits = limits
+        self._way = find_way() if way is None else way
+        self._process: subprocess.Popen[bytes] | None = None
+        """What makes the namespaces, and ends with the starter in them."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self, source: str, stdin: str = "", *, after: str = "", seconds: float | None = None
+    ) -> ProgramOutcome:
+        """Run a program.
+
+        Args:
+            source: of the program.
+            stdin: what it may read from standard input.
+            after: source that is run in the program's namespace once it has come to its end; a
+                program that ends its process, or repeats what it reads, does not make it seem so.
+                One that searches the interpreter's own frames could: it is in the same process.
+                With it the program is a module that is imported: its `__name__` is "program", not
+                "__main__".
+            seconds: what it may take; None for what the limits say.
+        """
+        limits = self._limits if seconds is None else replace(self._limits, seconds=seconds)
+        deadline = time.monotonic() + limits.seconds
+        program, later = source.encode(), after.encode()
+        word = secrets.token_bytes(16).hex().encode() if after else b""
+        process = self._process or self._start()
+        feed, out, err = self._begin(b"%d %d %d" % (len(program), len(later), len(word)))
+        outputs = {out: bytearray(), err: bytearray()}
+        code, stays = 1, False
         try:
-            why = _converse(process, program + later + word + stdin.encode(), outputs, limits)
+            words = memoryview(program + later + word + stdin.encode())
+            why, said = _converse(self._line, feed, words, outputs, limits, deadline)
+            if not why and said:
+                code, stays = int(said.split()[0]), said.endswith(b"1")
+            elif not why:  # the starter has ended, or never begun
+                code = process.wait(GRACE_SECONDS) or 1
+                assert process.stdout is not None
+                outputs[err] += process.stdout.read(1 << 16) or b""
         finally:
+            for stream in (feed, out, err):
+                stream.close()
+            if not stays:
+                self.close()
+        written, told = map(bytes, outputs.values())
+        if not why and code == 0 and not written.endswith(word):
+            why = "ended before what was to follow it"
+        stdout = written.removesuffix(word).decode(errors="replace")
+        exit_code = None if why else code if code >= 0 else 128 - code
+        return ProgramOutcome(stdout, told.decode(errors="replace"), exit_code, why)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Make the namespaces, and the starter in them."""
+        interpreter = f"{PYTHON}/bin/python3.{sys.version_info.minor}"
+        inside = [interpreter, "-I", "-c", _STARTER, refusals().hex()]
+        self._line, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line.setblocking(False)
+        try:
+            process = subprocess.Popen(
+                [*self._way.command(self._limits), *inside],
+                bufsize=0,
+                stdin=its_end.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={},
+            )
+        except OSError:
+            self._line.close()
+            raise
+        finally:
+            its_end.close()
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._process = process
+        return process
+
+    def _begin(self, lengths: bytes) -> tuple[FileIO, FileIO, FileIO]:
+        """Have a program started; our ends of its input, output and errors."""
+        (its_in, feed), (out, its_out), (err, its_err) = os.pipe(), os.pipe(), os.pipe()
+        ends = its_in, its_out, its_err
+        try:
+            socket.send_fds(self._line, [lengths], ends)
+        except ConnectionError:
+            pass  # the starter has ended, as the line will say
+        finally:
+            for end in ends:
+                os.close(end)
+        ours = FileIO(feed, "w"), FileIO(out), FileIO(err)
+        for stream in ours:
+            os.set_blocking(stream.fileno(), False)
+        return ours
+
+    def close(self) -> None:
+        """End the starter, and with it whatever runs in the namespaces."""
+        if self._process is not None:
+            process, self._process = self._process, None
+            self._line.close()
             process.kill()  # the namespace's first process: all others go with it
             process.wait(GRACE_SECONDS)
-        written, told = (bytes(output) for output in outputs.values())
-        code: int | None = process.returncode
-        if code == 0 and not written.endswith(word):
-            why = "ended before what was to follow it"
-        if why:
-            code = None
-        elif code is not None and code < 0:
-            code = 128 - code
-        stdout = written.removesuffix(word).decode(errors="replace")
-        return ProgramOutcome(stdout, told.decode(errors="replace"), code, why)
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 def _converse(
-    process: subprocess.Popen[bytes],
-    words: bytes,
-    outputs: dict[IO[bytes], bytearray],
+    line: socket.socket,
+    feed: FileIO,
+    words: memoryview,
+    outputs: Mapping[FileIO, bytearray],
     limits: Limits,
-) -> str:
-    """Write to a program and read from it until it has ended; the limit that it broke, or ""."""
-    deadline, left = time.monotonic() + limits.seconds, memoryview(words)
-    assert process.stdin is not None
+    deadline: float,
+) -> tuple[str, bytes]:
+    """Write to a program and read from it until it has ended.
+
+    Returns:
+        The limit that it broke, or ""; and what the starter said of its end, b"" for nothing.
+    """
+    said = b""
+    sources: tuple[socket.socket | FileIO, ...] = (line, *outputs)
     with selectors.DefaultSelector() as waiting:
-        for stream in outputs:
-            os.set_blocking(stream.fileno(), False)
-            waiting.register(stream, selectors.EVENT_READ)
-        os.set_blocking(process.stdin.fileno(), False)
-        waiting.register(process.stdin, selectors.EVENT_WRITE)
-        while any(stream in waiting.get_map() for stream in outputs):
+        for source in sources:
+            waiting.register(source, selectors.EVENT_READ)
+        waiting.register(feed, selectors.EVENT_WRITE)
+        while any(source in waiting.get_map() for source in sources):
             seconds = deadline - time.monotonic()
             if seconds <= 0:
-                return f"did not end within {limits.seconds:g} s"
+                return f"did not end within {limits.seconds:g} s", said
             ready = {key.fileobj for key, _ in waiting.select(seconds)}
-            if process.stdin in ready:
-                left = _written(process.stdin, left)
-                if not left:
-                    waiting.unregister(process.stdin)
-                    process.stdin.close()
+            if feed in ready:
+                words = _written(feed, words)
+                if not words:
+                    waiting.unregister(feed)
+                    feed.close()
             for stream, output in outputs.items():
                 if stream in ready:
                     found = os.read(stream.fileno(), 1 << 16)
@@ -223,15 +339,17 @@ def _converse(
                     if not found:
                         waiting.unregister(stream)
             if sum(map(len, outputs.values())) > limits.output_bytes:
-                return f"wrote more than {limits.output_bytes} bytes"
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return f"did not end within {limits.seconds:g} s"
-    return ""
+                return f"wrote more than {limits.output_bytes} bytes", said
+            if line in ready:
+                waiting.unregister(line)
+                try:
+                    said = line.recv(99)
+                except ConnectionError:  # the starter ended before it was asked
+                    said = b""
+    return "", said
 
 
-def _written(stream: IO[bytes], words: memoryview) -> memoryview:
+def _written(stream: FileIO, words: memoryview) -> memoryview:
     """Write some of the words; what is left of them, nothing where nobody reads them."""
     try:
         return words[os.write(stream.fileno(), words[: 1 << 16]) :]
@@ -258,11 +376,8 @@ class Way:
 _DIES_WITH_PARENT = (shutil.which("setpriv") or "setpriv", "--pdeathsig=KILL")
 
 
-def _dropped(limits: Limits, processes_besides: int = 0) -> list[str]:
-    """Words that take every privilege away and set the limits.
-
-    `processes_besides`: how many processes that are not the program's are counted with its own.
-    """
+def _dropped(limits: Limits) -> list[str]:
+    """Words that take every privilege away and set the limits."""
     words = [*_DIES_WITH_PARENT, "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
     if os.geteuid() == 0:
         user = secrets.randbelow(len(USERS)) + USERS.start
@@ -272,7 +387,7 @@ def _dropped(limits: Limits, processes_besides: int = 0) -> list[str]:
         shutil.which("prlimit") or "prlimit",
         f"--as={limits.memory_bytes}",
         f"--cpu={limits.cpu_seconds}",
-        f"--nproc={limits.processes + processes_besides}",
+        f"--nproc={limits.processes + 1}",  # the starter is counted with the program's
         f"--fsize={limits.scratch_bytes}",
         "--nofile=64",
         "--core=0",
@@ -300,8 +415,7 @@ def _bubblewrap(limits: Limits) -> list[str]:
     words += [f"--unshare-{what}" for what in ("net", "pid", "ipc", "uts", "cgroup-try")]
     # As root bwrap's own first process is root's, which the program has no way into, and which ends
     # with bwrap. The program, of another user, would not: bwrap's end may send it no signal.
-    first = 0 if os.geteuid() == 0 else 1
-    if first:  # with the privileges to mount, and to drop those
+    if os.geteuid() != 0:  # with the privileges to mount, and to drop those
         words.append("--as-pid-1")  # no process of bwrap's own, unbounded, that it could get into
         words += ["--unshare-user", "--uid", "0", "--gid", "0"]
         words += ["--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP"]
@@ -313,7 +427,7 @@ def _bubblewrap(limits: Limits) -> list[str]:
     for name, value in _environment().items():
         words += ["--setenv", name, value]
     script = ["/bin/sh", "-c", _NEW_SCRATCH, "sandbox", _scratch(limits)]
-    return [*words, *script, *_dropped(limits, first)]
+    return [*words, *script, *_dropped(limits)]
 
 
 _NEW_SCRATCH = """
@@ -363,7 +477,7 @@ def _unshare(limits: Limits) -> list[str]:
     script = ["/bin/sh", "-c", _NEW_ROOT, "sandbox", sys.base_prefix, PYTHON]
     script.append(_scratch(limits))
     environment = [f"{name}={value}" for name, value in _environment().items()]
-    return [*words, *script, "/usr/bin/env", "-i", *environment, *_dropped(limits, 1)]
+    return [*words, *script, "/usr/bin/env", "-i", *environment, *_dropped(limits)]
 
 
 WAYS = (Way("bwrap", _bubblewrap), Way("unshare", _unshare))
@@ -379,7 +493,8 @@ def find_way() -> Way:
     reasons = []
     for way in WAYS:
         try:
-            outcome = _run(way.command(LIMITS), "print('ready')", "", "", LIMITS)
+            with Sandbox(LIMITS, way) as sandbox:
+                outcome = sandbox.run("print('ready')")
         except OSError as error:
             reasons.append(f"{way.name}: {error.strerror}")
             continue
