@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from m2flow.errors import UserError
+from m2flow.observe.run_directory import RunDirectory
 from m2flow.workloads.common.planning import planned
-from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.common.reading import read_recipe, read_yaml, validated
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 Refused = Callable[..., str]
@@ -22,6 +23,10 @@ Refused = Callable[..., str]
         ("promts_per_step=4", ["promts_per_step", "unknown key", "'prompts_per_step'"]),
         ("generation.max_new_token=4", ["generation.max_new_token", "'max_new_tokens'"]),
         ("temperature=0.5", ["temperature", "'generation.temperature'"]),
+        (
+            "learning_rate=1e-5",
+            ["'warmup.learning_rate' or 'critic.learning_rate' or 'optimizer.learning_rate'?"],
+        ),
         ("xyzzy=4", ["xyzzy", "valid names", "prompts_per_step"]),
         ("1.2=3", ["1: unknown key"]),
         ("steps=abc", ["steps", "'abc'", "integer"]),
@@ -34,6 +39,7 @@ Refused = Callable[..., str]
         ("steps=[1,", ["steps", "YAML"]),
         ("steps=2024-13-45", ["steps", "YAML"]),
         ("steps.now=4", ["steps.now", "steps is no section", "got 3"]),
+        ("seed=1:30", ["seed", "'1:30'", "integer"]),
         ("seed=-1", ["seed", "got -1", "greater than or equal to 0"]),
         ("seed=99999999999999999999", ["seed", "less than"]),
         ("optimizer.betas=3", ["optimizer.betas", "got 3", "expected a list"]),
@@ -213,6 +219,36 @@ def test_text_may_look_like_a_number(tmp_path: Path) -> None:
     recipe = read_recipe(path, ["lanes=2"])
     with pytest.raises(UserError, match="lane specification"):
         planned(recipe)
+
+
+@pytest.mark.parametrize("written", ["1062e40", "0034567", "12:30:00", "1e-4", "0x10", "1_000"])
+def test_text_that_looks_like_a_number_is_what_was_written(written: str, tmp_path: Path) -> None:
+    """In a run's `config.yaml` as well, which `--resume` compares; numbers are numbers."""
+    words = [f"name={written}", f"data.system_prompt={written}", f"generation.stop=[{written}]"]
+    options = [f"reward=[{{function: math, weight: {written}}}]"] if ":" not in written else []
+    recipe = read_recipe({"workload": "reasoning", "seed": 7}, [*words, *options])
+    assert isinstance(recipe, ReasoningRecipe)
+    assert (recipe.name, recipe.data.system_prompt) == (written, written)
+    assert recipe.generation.stop == (written,)
+    run = RunDirectory(tmp_path)
+    run.write_config(recipe.model_dump(mode="json"))
+    assert validated(read_yaml(run.config)) == recipe
+
+
+def test_a_whole_number_is_decimal(tmp_path: Path) -> None:
+    """`seed=010` ran with seed 8."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("workload: reasoning\nsteps: 010\ndata: {options: {max_digits: 08}}\n")
+    read = read_recipe(recipe, ["seed=010", "data.options.min_digits=1e0"])
+    assert isinstance(read, ReasoningRecipe)
+    assert (read.seed, read.steps) == (10, 10)
+    mixed = read_recipe(recipe, ["data={task: gym, dataset: {chain_sum: 02}}"])
+    assert isinstance(mixed, ReasoningRecipe)
+    assert mixed.data.dataset == {"chain_sum": 2}
+    assert {key: str(value) for key, value in read.data.options.items()} == {
+        "max_digits": "8",
+        "min_digits": "1.0",
+    }
 
 
 def test_an_empty_table_is_all_defaults(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ def chat_options(said: Sequence[str] | None) -> dict[str, Any] | None:
     Raises:
         UserError: one has no name or no value, or its value is not YAML.
     """
+    from m2flow.observe.yaml_text import plain
     from m2flow.workloads.common.reading import parsed
 
     options = {}
@@ -35,7 +36,7 @@ def chat_options(said: Sequence[str] | None) -> dict[str, Any] | None:
                 value=one,
                 expected="KEY=VALUE, such as enable_thinking=false",
             )
-        options[key] = parsed(value, f"--chat-option {key}")
+        options[key] = plain(parsed(value, f"--chat-option {key}"))
     return options if said else None
 
 

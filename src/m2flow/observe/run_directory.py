@@ -33,6 +33,7 @@ from m2flow.observe.jsonl import (
     write_atomically,
     write_in_place,
 )
+from m2flow.observe.yaml_text import to_yaml
 
 MARKS = ("run.json", "config.yaml", "metrics.jsonl", "samples.jsonl", "plan.json", "checkpoints")
 """A directory that holds any of these holds a run."""
@@ -156,8 +157,7 @@ class RunDirectory:
 
     def write_config(self, config: Mapping[str, object]) -> None:
         """Write the resolved configuration, every default included, in the order given."""
-        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, default_flow_style=False)
-        write_atomically(self.config, text.encode())
+        write_atomically(self.config, to_yaml(config).encode())
 
     def write_json(self, path: Path, text: str) -> None:
         """Write the plan, profile or decision, as `m2flow.plan.file.to_json` gives it."""

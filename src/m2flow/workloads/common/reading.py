@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from m2flow.errors import UserError, nearest, suggestion
+from m2flow.observe.yaml_text import NumberLoader
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_named
 from m2flow.workloads.common.secret_keys import refuse_secrets
@@ -160,8 +161,8 @@ def validated(data: Mapping[str, Any]) -> Recipe:
 _KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 
 
-class _YamlLoader(yaml.SafeLoader):
-    """YAML with the numbers of version 1.2 (`1e-4`), where every key is text and stands once."""
+class _YamlLoader(NumberLoader):
+    """The YAML of recipes, where every key is text and stands once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -175,15 +176,8 @@ class _YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
-
-
 def parsed(text: str, key: str) -> Any:
-    """A value in YAML.
+    """A value in YAML, in which numbers know how they were written.
 
     Raises:
         UserError: under the name `key`, if it is none.
@@ -275,14 +269,14 @@ def _one_line(model: type[Recipe], error: ValidationError) -> UserError:
 
 
 def _near_key(model: type[BaseModel], path: Sequence[str]) -> str:
-    """What an unknown key may have meant: a like name in its section, or its name in another."""
+    """What an unknown key may have meant: a like name in its section, or its name in others."""
     here = model
     for name in path[:-1]:
         if not name.isdigit():  # the place in a list of sections
             here = _section(here.model_fields[name].annotation) or here
     elsewhere = [key for key in _keys(model) if key.split(".")[-1] == path[-1]]
     if elsewhere and not nearest(path[-1], here.model_fields):
-        return f"did you mean {elsewhere[0]!r}?"
+        return f"did you mean {' or '.join(map(repr, elsewhere))}?"
     return suggestion(path[-1], here.model_fields)
 
 

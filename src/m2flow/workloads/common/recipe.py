@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from m2flow.engine.plan import LONGEST_DEADLINE
 from m2flow.errors import UserError
+from m2flow.observe.yaml_text import plain
 
 # Strict: a truth value is no number, and a number that came as text is a mistake in the YAML.
 Flag = Annotated[bool, Field(strict=True)]
@@ -32,7 +33,7 @@ def _as_json(value: Any) -> Any:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
         raise ValueError("finite numbers, text, lists and tables") from None
-    return value
+    return plain(value)
 
 
 Options = dict[str, Annotated[Any, AfterValidator(_as_json)]]
@@ -43,7 +44,8 @@ AUTO_MODE = "auto"
 
 
 class Section(BaseModel):
-    """A part of a recipe: unknown keys are refused, and a number where text is due is its text."""
+    """A part of a recipe: unknown keys are refused, and a number where text is due is its text, as
+    it was written."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
@@ -17,6 +15,7 @@ from m2flow.observe.loggers import check_services
 from m2flow.observe.metrics_log import tensorboard
 from m2flow.observe.progress import Progress, TrainProgress
 from m2flow.observe.run_directory import held
+from m2flow.observe.yaml_text import to_yaml
 from m2flow.plan import describe_plan, isolated_workers
 from m2flow.plan.choose import choose
 from m2flow.plan.machine import gpu_names
@@ -148,7 +147,7 @@ def describe(recipe: Recipe, plan_file: Path | None = None) -> list[str]:
     """
     workload = workload_of(recipe)
     workload.check_here(recipe)
-    lines = [yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False).rstrip(), "derived:"]
+    lines = [to_yaml(recipe.model_dump(mode="json")).rstrip(), "derived:"]
     lines += [f"  {key}: {value}" for key, value in recipe.derived().items()]
     if recipe.mode == AUTO_MODE and plan_file is None:
         check_layouts(recipe)

@@ -50,7 +50,7 @@ class CurriculumPart(Section):
 def _name_or_shares(value: object) -> object:
     if isinstance(value, dict):
         for name, share in value.items():
-            if type(share) is not int or share < 1:
+            if not isinstance(share, int) or isinstance(share, bool) or share < 1:
                 raise UserError(
                     "is no share of the problems",
                     key=f"data.dataset.{name}",
