@@ -52,6 +52,10 @@ def jsonl(path: str, *more: str) -> list[str]:
         (["trian", "tiny.yaml"], ["trian", "train"]),
         (["train"], ["recipe", "m2flow train --help"]),
         (["train", "tiny.yaml", "--steps", "4"], ["--steps", "no such option", "steps=VALUE"]),
+        (
+            ["train", "tiny.yaml", "--prompts-per-step", "4"],
+            ["; keys of the recipe are given as prompts_per_step=VALUE; see"],
+        ),
         (["train", "tiny.yaml", "--dryrun"], ["--dryrun", "did you mean '--dry-run'?"]),
         (["train", "tiny.yaml", "--run-dir"], ["--run-dir", "requires an argument"]),
         (["train", "tiny.yaml", "--mode", "nonsense"], ["mode", "'nonsense'", "collocated"]),

@@ -563,7 +563,8 @@ def in_one_line(error: typer.BadParameter) -> str:
         options = [name for param in params for name in param.opts if name.startswith("-")]
         message = f"{word}: no such option; {suggestion(word, options or ['--help'])}"
         if any(param.name == "overrides" for param in params):
-            message += f" Keys of the recipe are given as {word.strip('-')}=VALUE"
+            key = word.strip("-").replace("-", "_")
+            message += f"; keys of the recipe are given as {key}=VALUE"
     return f"{message}; see `{error.ctx.command_path} --help`"
 
 
