@@ -54,6 +54,24 @@ def test_a_table_has_a_row_for_each_data_set_and_their_mean() -> None:
     assert len(markdown_table(FOUND[:1])) == 3, "one data set has no mean"
 
 
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (["d1/test.jsonl", "d2/test.jsonl", "x/aime.csv"], ["d1/test", "d2/test", "x/aime"]),
+        (["test.jsonl", "/d/test.jsonl"], ["test", "d/test"]),
+        (["d/test.jsonl", "d/test.csv"], ["test.jsonl", "test.csv"]),
+        (["d/test.jsonl", "d/test.jsonl"], ["test", "test"]),
+        (["x/aime24.v2.jsonl"], ["aime24.v2"]),
+        (["."], ["."]),
+    ],
+)
+def test_data_sets_of_one_name_are_told_apart(files: list[str], names: list[str]) -> None:
+    found = [{"about": "", "data": file, "accuracy": 0.5} for file in files]
+    _, _, *rows = markdown_table([*found, {"about": "20 episodes", "accuracy": 0.5}])
+    called = [row.split(" | ")[0].removeprefix("| ") for row in rows]
+    assert called == [*names, "20 episodes", "mean"]
+
+
 def test_figures_that_a_data_set_lacks_are_empty_cells() -> None:
     one = {"about": "a", "success": 0.5, "success/a/x": 0.25}
     two = {"about": "b", "success": 0.7, "success/b/y": 0.75}

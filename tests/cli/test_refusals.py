@@ -446,6 +446,16 @@ def test_a_directory_that_nobody_can_make(tiny: Path, refused: Refused, path: st
     assert "--resume" not in line
 
 
+@pytest.mark.parametrize("length", [236, 300])
+def test_a_name_that_is_too_long_for_a_directory(
+    tiny: Path, refused: Refused, length: int
+) -> None:
+    """It was a traceback, after everything had been loaded."""
+    line = refused("train", tiny, f"name={'x' * length}")
+    assert line.startswith("name: names no directory: File name too long (got 'xxx")
+    assert line.endswith("shorten it, or name a directory with --run-dir")
+
+
 @pytest.mark.parametrize("override", ["lane_memory=10KB", "generation.cache_gb=1e-6"])
 @pytest.mark.parametrize("mine", [None, "notes.txt", "films/mine.webp"])
 def test_a_run_refused_before_its_first_step_leaves_none(
@@ -490,6 +500,7 @@ def test_nothing_is_computed_before_a_refusal(
     monkeypatch.setattr(torch.nn.Module, "__call__", computed)
     for words in (
         ["lanes=cpu:64"],
+        [f"name={'x' * 300}"],
         ["data.options.min_digits=7"],
         ["generation.max_new_tokens=64"],
         ["--run-dir", "run"],

@@ -59,7 +59,10 @@ def markdown_table(found: Sequence[Figures]) -> list[str]:
     every = dict.fromkeys(name for one in found for name in one)
     names = [name for name in every if name.startswith(SHARES) and not _is_bound(name)]
     names += [FAILED] if any(one.get(FAILED) for one in found) else []
-    rows = [[_called(one), *(_cell(one, name) for name in names)] for one in found]
+    rows = [
+        [called, *(_cell(one, name) for name in names)]
+        for called, one in zip(_called(found), found, strict=True)
+    ]
     if len(found) > 1:
         means = {
             name: sum(one[name] for one in found) / len(found)
@@ -75,9 +78,14 @@ def _is_bound(name: str) -> bool:
     return name.endswith(("_low", "_high"))
 
 
-def _called(figures: Figures) -> str:
-    data = figures.get("data")
-    return str(figures["about"]) if data is None else Path(str(data)).stem
+def _called(found: Sequence[Figures]) -> list[str]:
+    """What each data set is called: its file, without what all of them can do without."""
+    from m2flow.observe.dashboard.following import told_apart
+
+    files = [Path(str(one["data"])) for one in found if one.get("data") is not None]
+    stems = [file.parent / file.stem for file in files]
+    names = iter(told_apart(stems if len(set(stems)) == len(set(files)) else files))
+    return [str(one["about"]) if one.get("data") is None else next(names) for one in found]
 
 
 def _cell(figures: Figures, name: str) -> str:

@@ -330,13 +330,24 @@ def _is_held_elsewhere(lock: int) -> bool:
     return False
 
 
-def _new_directory(parent: Path, recipe_name: str, now: float | None) -> Path:
+def default_name(recipe_name: str, now: float | None, suffix: int = 1) -> str:
+    """What a run's directory is called where nobody names it.
+
+    Args:
+        recipe_name: the recipe's name, or the path of its file.
+        now: Unix seconds of the start; the current time if None.
+        suffix: counts the runs of one name that start in the same second, from 1.
+    """
     stem = Path(recipe_name).name.removesuffix(".yaml").removesuffix(".yml")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    return f"{name}-{stamp}" + (f"-{suffix}" if suffix > 1 else "")
+
+
+def _new_directory(parent: Path, recipe_name: str, now: float | None) -> Path:
     suffix = 1
     while True:
-        path = parent / (f"{name}-{stamp}" + (f"-{suffix}" if suffix > 1 else ""))
+        path = parent / default_name(recipe_name, now, suffix)
         with writing("the run directory", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:

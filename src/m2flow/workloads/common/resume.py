@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from m2flow.errors import UserError
-from m2flow.observe.run_directory import RunDirectory, read_document
+from m2flow.observe.run_directory import RunDirectory, default_name, read_document
 from m2flow.workloads.common.reading import read_yaml, validated
 from m2flow.workloads.common.recipe import Recipe
 
@@ -88,8 +88,9 @@ def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
             RunDirectory.create(run_dir, recipe.name, resume=resume)
         while not parent.exists():
             parent = parent.parent
-        with TemporaryDirectory(dir=parent):
-            pass  # by trying: root is allowed all, and cannot do all
+        with TemporaryDirectory(dir=parent) as tried:  # root is allowed all, and cannot do all
+            if run_dir is None:
+                _check_name(Path(tried), recipe.name)
     except OSError as error:
         raise UserError(
             f"nothing can be written in {parent}: {error.strerror}",
@@ -117,6 +118,19 @@ def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
             expected=str(before.steps),
             hint="start a new run to change it",
         )
+
+
+def _check_name(folder: Path, name: str) -> None:
+    """Refuse a name of which the file system makes no folder."""
+    try:
+        (folder / default_name(name, now=None, suffix=999)).mkdir()
+    except OSError as error:
+        raise UserError(
+            f"names no directory: {error.strerror}",
+            key="name",
+            value=name,
+            hint="shorten it, or name a directory with --run-dir",
+        ) from error
 
 
 def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> None:
