@@ -18,7 +18,7 @@ import torch
 
 from m2flow.errors import UserError
 from m2flow.rewards import addition_reward, batched, gym_reward, math_reward
-from m2flow.rewards.event_loop import MOST_THREADS, run_coroutine
+from m2flow.rewards.event_loop import MOST_THREADS, LateCoroutine, run_coroutine
 from m2flow.rewards.reward import (
     TIMEOUTS_IN_A_ROW,
     Judged,
@@ -280,8 +280,121 @@ def test_calls_in_threads_are_carried_out_by_few_threads() -> None:
 
         return await asyncio.gather(*(asyncio.to_thread(answer, n) for n in range(200)))
 
-    assert run_coroutine(asks()) == [n * n for n in range(200)]
+    assert run_coroutine(asks(), 60.0) == [n * n for n in range(200)]
     assert len(names) <= MOST_THREADS
+
+
+def test_what_coroutines_keep_in_a_module_serves_every_batch() -> None:
+    """Each batch had a loop of its own: a semaphore failed from the second one on, as did a
+    client."""
+    limit, loops = asyncio.Semaphore(1), set[Any]()
+
+    async def limited(*columns: Any) -> float:
+        async with limit:
+            loops.add(asyncio.get_running_loop())
+            await asyncio.sleep(0)
+        return 1.0
+
+    @batched
+    async def together(*columns: Any) -> list[float]:
+        return await asyncio.gather(*(limited() for _ in columns[0]))
+
+    for function in (limited, together) * 2:
+        assert weighted_sum([WeightedReward(function)], JUDGED) == Scores([1.0] * 2, [""] * 2)
+    assert len(loops) == 1
+
+
+def test_a_coroutine_that_blocks_the_loop_holds_up_no_other() -> None:
+    """What comes next has a loop that works, which is shared from then on."""
+    left, here = threading.Event(), asyncio.get_running_loop
+
+    async def blocks(*columns: Any) -> float:
+        left.wait(60)
+        return 1.0
+
+    async def where() -> Any:
+        return here()
+
+    try:
+        before = run_coroutine(where(), 60.0)
+        found = weighted_sum([WeightedReward(blocks, deadline_seconds=0.1)], JUDGED)
+        assert all("gave nothing within 0.2 s" in why for why in found.failures)
+        after = run_coroutine(where(), 60.0)
+        assert after is not before
+        assert run_coroutine(where(), 60.0) is after
+    finally:
+        left.set()
+    assert run_coroutine(where(), 60.0) is after
+
+
+def test_calls_that_nobody_waits_for_any_more_leave_threads_to_others() -> None:
+    """All batches have the same threads: as many calls as these that hang would be the end."""
+    hang = threading.Event()
+
+    async def give_up() -> None:
+        await asyncio.wait_for(asyncio.to_thread(hang.wait, 60), 0.05)
+
+    async def asks() -> int:
+        gone = await asyncio.gather(
+            *(give_up() for _ in range(MOST_THREADS)), return_exceptions=True
+        )
+        assert {type(one) for one in gone} == {TimeoutError}
+        return await asyncio.wait_for(asyncio.to_thread(lambda: 3), 30)
+
+    try:
+        for _ in range(2):
+            assert run_coroutine(asks(), 60.0) == 3
+    finally:
+        hang.set()
+
+
+def test_exit_in_a_task_does_not_end_the_loop() -> None:
+    async def leaves() -> None:
+        sys.exit(3)
+
+    async def asks() -> None:
+        await asyncio.gather(asyncio.create_task(leaves()))
+
+    async def answers() -> int:
+        return 3
+
+    with pytest.raises(SystemExit):
+        run_coroutine(asks(), 60.0)
+    assert run_coroutine(answers(), 60.0) == 3
+
+
+def test_what_takes_too_long_is_cancelled_and_a_timeout_of_its_own_is_raised() -> None:
+    ended = threading.Event()
+
+    async def late() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def gives_up() -> None:
+        raise TimeoutError("the service is down")
+
+    with pytest.raises(LateCoroutine, match=r"^gave nothing within 0\.1 s$"):
+        run_coroutine(late(), 0.1)
+    assert ended.wait(30)
+    with pytest.raises(TimeoutError, match="the service is down"):
+        run_coroutine(gives_up(), 60.0)
+
+
+def test_a_forked_process_has_a_loop_of_its_own() -> None:
+    code = (
+        "import asyncio, os\n"
+        "from m2flow.rewards.event_loop import run_coroutine\n"
+        "async def three(): return 3\n"
+        "assert run_coroutine(three(), 60.0) == 3\n"
+        "child = os.fork()\n"
+        "if child == 0: os._exit(run_coroutine(three(), 60.0))\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    words = [sys.executable, "-c", code]
+    ended = subprocess.run(words, check=False, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "3\n"), ended.stderr
 
 
 def test_after_a_call_that_hangs_the_others_are_made(folder: str) -> None:

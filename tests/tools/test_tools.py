@@ -285,6 +285,33 @@ def test_a_coroutine_function_is_a_tool_and_runs_to_its_end() -> None:
     assert answer.text == "sun in Rome"
 
 
+def test_what_a_coroutine_tool_keeps_serves_every_call() -> None:
+    """Each call had a loop of its own: a semaphore that a tool kept failed, as did a client."""
+    limit = asyncio.Semaphore(1)
+
+    async def web(query: str) -> str:
+        async with limit:
+            await asyncio.sleep(0.05)  # others come meanwhile
+        return query
+
+    box = Toolbox([FunctionTool(web)])
+    for _ in range(2):
+        found = box.carry_out([ToolCall("web", str(n)) for n in range(8)])
+        assert [one.text for one in found] == [str(n) for n in range(8)], found
+
+
+def test_coroutine_tools_that_block_their_loop_do_so_beside_each_other() -> None:
+    together = threading.Barrier(4)
+
+    async def blocks(query: str) -> str:
+        together.wait(60)
+        return query
+
+    box = Toolbox([FunctionTool(blocks)], seconds=60.0)
+    found = box.carry_out([ToolCall("blocks", str(n)) for n in range(4)])
+    assert [one.text for one in found] == ["0", "1", "2", "3"], found
+
+
 def test_a_thread_of_a_coroutine_tool_that_hangs_does_not_hold_up_the_end_of_the_program() -> None:
     code = (
         f"import sys; sys.path[:0] = {sys.path!r}\n"

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from m2flow.errors import UserError
 from m2flow.plan.machine import available_cores
-from m2flow.rewards.event_loop import run_coroutine
+from m2flow.rewards.event_loop import STUCK_SECONDS, LateCoroutine, run_coroutine
 from m2flow.user_code import FUNCTION, caught, user_function, what_raised
 
 SHORT_NAMES = {
@@ -257,11 +258,18 @@ def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]
     if getattr(function, "batched", False):
 
         def judge(*given: Any) -> Any:
-            found = run_coroutine(function(*given)) if waits else function(*given)
+            if not waits:
+                found = function(*given)
+            else:
+                try:
+                    found = run_coroutine(function(*given), part.deadline_seconds)
+                except LateCoroutine as error:
+                    return RewardFailure(str(error))
             # What a generator does, it does when it is asked: here, where the deadline holds.
             return list(found) if isinstance(found, Iterator) else found
 
-        (found,) = _called(judge, [columns], part.deadline_seconds)
+        seconds = part.deadline_seconds + (STUCK_SECONDS if waits else 0.0)
+        (found,) = _called(judge, [columns], seconds)
         if isinstance(found, RewardFailure):
             return [found] * len(rows)
         try:
@@ -276,14 +284,11 @@ def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]
         return [_number(value) for value in values]
     if waits:
         gave: dict[int, Any] = {}
-
-        def await_all() -> None:
-            run_coroutine(_awaited(function, rows, part, gave))
-
-        # In a thread, for this one may have an event loop already, as in a notebook.
-        turns = -(-len(rows) // part.concurrency) + 1
-        (why_not,) = _called(await_all, [()], turns * part.deadline_seconds)
-        return [_number(gave.get(number, why_not)) for number in range(len(rows))]
+        seconds = (-(-len(rows) // part.concurrency) + 1) * part.deadline_seconds
+        with suppress(LateCoroutine):  # told of each call that has given nothing
+            run_coroutine(_awaited(function, rows, part, gave), seconds)
+        late = _too_slow(seconds)
+        return [_number(gave.get(number, late)) for number in range(len(rows))]
     threads = len(available_cores()) if getattr(function, "threaded", False) else 1
     found = _beside(function, rows, part.deadline_seconds, min(threads, len(rows)))
     return [_number(value) for value in found]

@@ -22,7 +22,7 @@ class FunctionTool:
     """Calls a function with the arguments that it names.
 
     A `ToolError` that the function raises is told to the model; all else is the function's failure.
-    A call that takes too long is left to itself.
+    A call that takes too long is left to itself, and that of a coroutine function is cancelled.
 
     Args:
         function: takes texts, numbers, truth values, lists and objects, and returns what has a
@@ -62,7 +62,7 @@ class FunctionTool:
             if name in self._kinds or value is None:
                 bound.arguments[name] = _read_as(self._kinds.get(name, str), name, value)
         found = self._function(*bound.args, **bound.kwargs)
-        return str(run_coroutine(found) if inspect.iscoroutine(found) else found)
+        return str(run_coroutine(found, seconds) if inspect.iscoroutine(found) else found)
 
     def close(self) -> None:
         """A function holds nothing."""

@@ -69,7 +69,7 @@ class Toolbox:
     def carry_out(
         self, calls: Sequence[ToolCall], goes_on: Callable[[], object] = _nothing
     ) -> list[ToolResult]:
-        """The answer of each call, in their order; with each `goes_on` is called, on this thread."""
+        """The answer of each call, in order; `goes_on` is called with each, on this thread."""
         if not calls:
             return []
         self.prepare()  # no call's deadline is for that

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,6 +52,31 @@ def test_each_costs_its_own_call(function: Callable[..., Any], concurrency: int)
     assert told[2].startswith("the agent raised SystemExit: 0 (test_agents.py:")
     assert told[3].startswith("the agent raised CancelledError (test_agents.py:")
     assert ended.empty()
+
+
+def test_what_agents_keep_in_a_module_serves_every_call_of_the_stage() -> None:
+    """Each call had a loop of its own; and agents that it had left went on for nobody."""
+    limit, cancelled = asyncio.Semaphore(1), threading.Event()
+
+    async def agent(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
+        async with limit:
+            await asyncio.sleep(0)
+        if problem["prompt"] == "stay":
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                cancelled.set()
+
+    for _ in range(2):
+        ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        agents = Agents(agent, 64, 60.0, ended)
+        for item, prompt in enumerate(["", "", "", "stay"]):
+            agents.begin(item, {"prompt": prompt}, Endpoint("", ""))
+        told = [ended.get(timeout=60) for _ in range(3)]
+        agents.close()
+        assert [why for _, why in told] == [""] * 3
+        assert cancelled.wait(60)
+        cancelled.clear()
 
 
 def test_a_call_in_a_thread_that_never_returns_does_not_hold_up_the_end() -> None:

@@ -7,7 +7,8 @@ The function is told a problem and where the endpoint is:
         ...
 
 It returns nothing that counts: what it has asked of the policy is the trajectory. Agents run in
-threads, or as coroutines of one thread; what one raises costs its trajectory alone.
+threads, or as coroutines in the event loop that the process has for them; what one raises costs its
+trajectory alone.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import inspect
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from m2flow.rewards.event_loop import DaemonThreads
+from m2flow.rewards.event_loop import LoopThread, shared_loop
 from m2flow.user_code import caught, what_raised
 from m2flow.workloads.agentic.endpoint.server import MODEL
 
@@ -62,11 +64,10 @@ class Agents:
         ended: queue.SimpleQueue[Any],
     ) -> None:
         self._function, self._seconds, self._ended = function, seconds, ended
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._shared: LoopThread | None = None
         if inspect.iscoroutinefunction(function):
-            self._loop, self._turns = asyncio.new_event_loop(), asyncio.Semaphore(concurrency)
-            self._loop.set_default_executor(DaemonThreads())
-            threading.Thread(target=self._loop.run_forever, daemon=True).start()
+            self._shared, self._turns = shared_loop(), asyncio.Semaphore(concurrency)
+            self._begun: list[Future[None]] = []
             return
         self._due: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -78,15 +79,18 @@ class Agents:
 
     def begin(self, item: int, problem: Mapping[str, Any], endpoint: Endpoint) -> None:
         """Have an agent work on a problem."""
-        if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(self._in_turn(item, problem, endpoint), self._loop)
+        if self._shared is not None:
+            call = self._in_turn(item, problem, endpoint)
+            self._begun.append(asyncio.run_coroutine_threadsafe(call, self._shared.loop))
         else:
             self._due.put((item, problem, endpoint))
 
     def close(self) -> None:
-        """Leave those that still run to themselves."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        """Cancel those that still run, or leave them to themselves where they are no coroutines."""
+        if self._shared is not None:
+            for call in self._begun:
+                call.cancel()
+            self._shared.release()
             return
         self._closed.set()
         for _ in self._workers:
