@@ -45,6 +45,11 @@ SHORT_NAMES = {
 """Names that a recipe may use in place of the paths of m2flow's own rewards."""
 
 
+def path_of(function: str) -> str:
+    """The dotted path of a reward function that is named by it, or by one of `SHORT_NAMES`."""
+    return SHORT_NAMES.get(function, function)
+
+
 class Reward(Protocol):
     """A function that judges one completion."""
 
@@ -153,7 +158,7 @@ class WeightedReward:
         """
         if not isinstance(self.function, str):
             return self.function
-        path = SHORT_NAMES.get(self.function, self.function)
+        path = path_of(self.function)
         expected = f"{FUNCTION}, or {', '.join(SHORT_NAMES)}; {_SIGNATURE}"
         function = user_function(path, key, expected, SHORT_NAMES)
         if not _takes_four(function):

@@ -139,6 +139,11 @@ def test_what_does_not_fit_is_said_in_words_of_the_command_line(
         ("C", [r"\boxed{A}", r"\boxed{C) 4.5 eV}", r"\boxed{Option C}"], 1),
         ("C", [r"\boxed{A}", "The answer is C) $4.5$", r"\boxed{Option C}"], 1),
         ("x²", [r"\boxed{x}", r"\boxed{x²}", r"\boxed{x^{2}}"], 1),
+        ("50", [r"\boxed{50\%}", r"\boxed{50}", r"\boxed{7}", r"\boxed{7}"], 0),
+        ("50", [r"\boxed{7}", r"\boxed{50\%}", r"\boxed{7}", "50", "50.0"], 1),
+        ("1/3", [r"\boxed{0.333333}", r"\boxed{1/3}", r"\boxed{3}", r"\boxed{3}"], 0),
+        (r"2\sqrt{3}", [r"\boxed{2\sqrt{3}}", r"\boxed{\sqrt{12}}", r"\boxed{7}", "$7$"], 0),
+        ("C", [r"\boxed{A}", "The answer is C, since it is", "So the correct option is (C)"], 1),
     ],
 )
 def test_the_answer_that_most_give(gold: str, texts: list[str], winner: int | None) -> None:
@@ -170,6 +175,21 @@ def test_why_some_answers_could_not_be_scored_is_said_once(
     assert said.startswith(f"{data}: 6 of 12 answers could not be scored (first: reward ")
     assert "KeyError: 1 (only_even_sums.py:2)" in said
     assert figures["failed_share"] == 0.5
+
+
+def test_of_rewards_without_a_final_answer_none_is_the_most_frequent(
+    evaluate: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that ended in programs had one spelling between them: the end of their block."""
+    (tmp_path / "even_lengths.py").write_text(
+        "def graded(prompt, completion, completion_ids, row):\n"
+        "    return float(len(completion_ids) % 2 == 0)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    _, figures = evaluate(limit=2, samples=2, reward="even_lengths:graded")
+    assert "maj@2" not in figures
+    _, figures = evaluate(limit=2, samples=2, reward="m2flow.rewards.mathematics:math_reward")
+    assert "maj@2" in figures
 
 
 def test_figures_of_answers() -> None:

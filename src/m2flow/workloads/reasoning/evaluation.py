@@ -17,8 +17,9 @@ from m2flow.flow import Flow, Stream
 from m2flow.generation.supported import ENGINES, check_installed
 from m2flow.plan import parse_lanes, with_memory
 from m2flow.rewards.final_answer import chosen_letter, extract_answer, right_letter
-from m2flow.rewards.number import read_number, without_symbols
-from m2flow.rewards.symbolic import canonical
+from m2flow.rewards.number import read_number, same_number, without_symbols
+from m2flow.rewards.reward import path_of
+from m2flow.rewards.symbolic import canonical, same_expression
 from m2flow.workloads.common.examining import deadline_of, examined
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.resume import recipe_of, run_of
@@ -37,6 +38,12 @@ from m2flow.workloads.reasoning.rows import TO_HOLD_OUT
 from m2flow.workloads.reasoning.supported import check_generation
 from m2flow.workloads.reasoning.tasks import Problem, gym
 from m2flow.workloads.reasoning.workers import Generator, ModelSource, Verifier, outcome
+
+FINAL_ANSWERS = frozenset(map(path_of, ("addition", "gym", "math")))
+"""Rewards that judge the final answer of a completion: of these one can be the most frequent."""
+
+COMPARED = 8
+"""Of the spellings of a problem's answers so many are compared, the most frequent ones."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,9 +82,9 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
 
     Returns:
         For each problem the rewards of its answers, 0 of those that could not be scored; and the
-        temperature, the share of problems that most answers are right about, the answers' mean
-        length, the share that did not end by themselves, the share that could not be scored, and
-        the seconds of generation and scoring.
+        temperature, the share of problems that most answers are right about where the reward is one
+        of `FINAL_ANSWERS`, the answers' mean length, the share that did not end by themselves, the
+        share that could not be scored, and the seconds of generation and scoring.
 
     Raises:
         UserError: model or data are missing or wrong, or a prompt does not fit.
@@ -125,17 +132,20 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
         said = "%s: %d of %d answers could not be scored (first: %s)"
         _log.warning(said, asked.data, len(failures), len(output), failures[0])
     groups = [range(n, n + asked.samples) for n in range(0, len(rewards), asked.samples)]
-    elected = [
-        majority([output["text"][row] for row in rows], output["answer"][rows[0]])
-        for rows in groups
-    ]
-    right = [
-        winner is not None and rewards[rows[winner]] >= 1.0
-        for winner, rows in zip(elected, groups, strict=True)
-    ]
+    elections = {}
+    if path_of(settings.reward) in FINAL_ANSWERS:
+        winners = [
+            majority([output["text"][row] for row in rows], output["answer"][rows[0]])
+            for rows in groups
+        ]
+        right = [
+            winner is not None and rewards[rows[winner]] >= 1.0
+            for winner, rows in zip(winners, groups, strict=True)
+        ]
+        elections[f"maj@{asked.samples}"] = sum(right) / len(right)
     figures = {
         "temperature": settings.temperature,
-        f"maj@{asked.samples}": sum(right) / len(right),
+        **elections,
         "mean_tokens": sum(output["num_tokens"]) / len(output),
         "truncated_share": sum(r != "stop" for r in output["finish_reason"]) / len(output),
         "failed_share": len(failures) / len(output),
@@ -186,26 +196,44 @@ def _problems(asked: Examination) -> list[Problem]:
 def majority(texts: Sequence[str], gold: str) -> int | None:
     """Which of several completions first gives the answer that most of them give; None for none.
 
-    Numbers are the same where they are equal, choices where their letters are, other answers where
-    they are spelled alike. Of answers that are given equally often the one that comes first wins.
+    Choices are the same where their letters are; of other answers those that are spelled alike, and
+    of the `COMPARED` most frequent spellings those that `math_reward` holds for equal. Of answers
+    that are given equally often the one that comes first wins.
 
     Source: Wang et al. 2022 (arXiv 2203.11171), self-consistency.
     """
     gold = without_symbols(gold)
     numeric, votes = read_number(gold) is not None, Counter[Any]()
     lettered = right_letter(gold) is not None
-    first: dict[Any, int] = {}
+    first: dict[Any, tuple[int, str]] = {}
     for place, text in enumerate(texts):
         answer = extract_answer(without_symbols(text), numeric=numeric, choice=lettered)
         if answer is None:
             continue
+        answer = (chosen_letter(answer) if lettered else None) or answer
         number = read_number(answer)
-        chosen = chosen_letter(answer) if lettered else None
-        spelled = canonical(chosen or answer)
-        key = spelled if number is None else (number.value, number.percent)
-        first.setdefault(key, place)
+        key = canonical(answer) if number is None else (number.value, number.percent)
+        first.setdefault(key, (place, answer))
         votes[key] += 1
-    return first[votes.most_common(1)[0][0]] if votes else None
+    kept: list[Any] = []
+    for key, count in votes.most_common(COMPARED):
+        same = next((one for one in kept if _same(first[one][1], first[key][1])), None)
+        if same is None:
+            kept.append(key)
+        else:
+            del votes[key]
+            votes[same] += count
+            first[same] = min(first[same], first[key])
+    if not votes:
+        return None
+    return first[max(votes, key=lambda key: (votes[key], -first[key][0]))][0]
+
+
+def _same(one: str, other: str) -> bool:
+    numbers = read_number(one), read_number(other)
+    if numbers[0] is None or numbers[1] is None:
+        return same_expression(one, other)
+    return same_number(numbers[0], numbers[1])
 
 
 def accuracy(rewards: Sequence[Sequence[float]], samples: int) -> dict[str, float]:
