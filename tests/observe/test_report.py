@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,18 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from m2flow.errors import UserError
+from m2flow.observe.ending import ending_of
 from m2flow.observe.films import Film
 from m2flow.observe.health import findings
 from m2flow.observe.lane_time import pictured_steps
 from m2flow.observe.page import STATIC, script
 from m2flow.observe.record import MAX_ROLLOUTS, RunRecord, read_run
-from m2flow.observe.report import write_report
+from m2flow.observe.report import details, write_report
 from m2flow.observe.rollout_browser import MAX_CHARACTERS
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.observe.step_bars import MAX_BARS
 from m2flow.simulation.time_account import where_the_time_went
+from tests.observe.conftest import write_fake_run
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 LOADING = {"src", "srcset", "data", "action", "poster", "xlink:href", "formaction", "background"}
@@ -233,6 +236,110 @@ def test_any_file_may_be_missing_or_spoiled(
         assert "could not be read whole" in text
         assert name in text
         assert str(tmp_path) not in text
+
+
+ODD_FIGURES = {
+    "huge": [1e308 * (-1) ** step for step in range(30)],
+    "huge, all alike": [1.7e308] * 30,
+    "tiny": [5e-324 * (step % 2) for step in range(30)],
+    "denormal": [1e-310 * (step % 3) for step in range(3)],
+    "huge and tiny": [1e200, 1e-200, -1e200] * 10,
+    "apart by rounding": [1e16, 1e16 + 2] * 15,
+    "of 400 digits": [10**400, 1, 2],
+    "not finite": [math.inf, math.nan, 1.0],
+    "no number": [True, "x", None, [1], {"a": 1}],
+}
+
+
+@pytest.mark.parametrize("name", ODD_FIGURES)
+@pytest.mark.parametrize("key", ["reward/mean", "seconds/step", "eval/accuracy", "other"])
+def test_figures_that_no_picture_has_a_place_for(tmp_path: Path, name: str, key: str) -> None:
+    """The report is the last act of a run, which a single figure would have made a failed one."""
+    rows = [{"step": step, "time": 1.7e9, key: one} for step, one in enumerate(ODD_FIGURES[name])]
+    steps: list[Any] = [10**400, -(2**63), "1", None, True]
+    rows += [{"step": step, "seconds/step": 1.0} for step in steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for data in check(write_report(tmp_path)).data.values():
+        json.loads(data, parse_constant=pytest.fail)
+    details(read_run(tmp_path))
+    found = any(finding.title.startswith(f"{key} was") for finding in findings(read_run(tmp_path)))
+    assert found == (name in ("huge", "huge, all alike", "of 400 digits", "not finite", "no number"))
+
+
+ODD_SAMPLES: list[dict[str, Any]] = [
+    {"turns": None},
+    {"turns": [1, None, "x"]},
+    {"turns": {"a": 1}},
+    {"turns": [{"text": None, "tools": None, "result": 3}]},
+    {"turns": [{"tools": "search"}, {"tools": 3}]},
+    {"prompt": None, "completion": ["x"], "reward": "a", "finish_reason": 3, "answer": {}},
+    {"reward": 10**400, "advantage": math.nan, "version": [1]},
+]
+
+
+@pytest.mark.parametrize("sample", ODD_SAMPLES, ids=str)
+def test_samples_that_are_odd(tmp_path: Path, sample: dict[str, Any]) -> None:
+    rows = [{"step": 1, **sample}, {"step": 10**400}, {"step": 2, "prompt": "the other"}]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "the other" in words(check(write_report(tmp_path)))
+
+
+@pytest.mark.parametrize("started", [1e300, 1e18, -1e300, math.nan, 10**400, "2020", [1]])
+def test_a_start_that_no_clock_knows(tmp_path: Path, started: object) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"started": started, "finished": started}))
+    check(write_report(tmp_path))
+    ending_of(tmp_path)
+
+
+def spoil(document: Any, path: Sequence[Any], value: object) -> None:
+    for key in path[:-1]:
+        document = document[key]
+    if value is KeyError:
+        del document[path[-1]]
+    else:
+        document[path[-1]] = value
+
+
+@pytest.mark.parametrize("value", [KeyError, None, "x", [1], {}, -1e300, math.nan, True], ids=repr)
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("otherData", "m2flow", "num_steps"),
+        ("otherData", "m2flow", "steps"),
+        ("otherData", "m2flow", "steps", 0),
+        ("otherData", "m2flow", "steps", 0, "step"),
+        ("otherData", "m2flow", "steps", 0, "start"),
+        ("otherData", "m2flow", "totals", 0, "lane"),
+        ("otherData", "m2flow", "totals", 0, "seconds"),
+        ("otherData", "m2flow", "totals", 0, "beside"),
+        ("otherData", "m2flow", "totals", 0, "stages"),
+        ("traceEvents", 0, "args"),
+        ("traceEvents", 3, "args", "lane"),
+        ("traceEvents", -1, "ts"),
+        ("traceEvents", -1, "dur"),
+        ("traceEvents", -1, "tid"),
+        ("traceEvents", -1, "cat"),
+        ("traceEvents", -1, "name"),
+        ("traceEvents", -1, "args"),
+        ("traceEvents", -1, "args", "step"),
+        ("traceEvents",),
+    ],
+    ids=lambda path: ".".join(map(str, path)),
+)
+def test_a_timeline_that_is_odd(
+    tmp_path: Path, timeline_of_two_steps: str, path: Sequence[Any], value: object
+) -> None:
+    document = json.loads(timeline_of_two_steps)
+    spoil(document, path, value)
+    (tmp_path / "timeline.json").write_text(json.dumps(document))
+    write_report(tmp_path)
+    details(read_run(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def timeline_of_two_steps(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = write_fake_run(tmp_path_factory.mktemp("whole") / "run", num_steps=2)
+    return (run / "timeline.json").read_text()
 
 
 def test_a_run_in_progress_says_how_far_it_is(

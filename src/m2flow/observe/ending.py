@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import socket
-import time
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import psutil
 
 from m2flow.errors import UserError
+from m2flow.observe.formatting import date
 from m2flow.observe.record import RunRecord, as_number, read_run
 from m2flow.training.checkpoint import resume_point, step_of
 
@@ -118,11 +118,11 @@ def ending_of(run_dir: Path | str) -> Ending:
 
 def _what_happened(run: Any) -> tuple[str, str]:
     if (finished := as_number(run.get("finished"))) is not None:
-        return "finished", f"finished at {_clock(finished)}"
+        return "finished", f"finished at {date(finished)}"
     if (ended := as_number(run.get("ended"))) is not None:
         why = str(run.get("why") or "no reason is given")
         state = "stopped" if re.match(r"SIG[A-Z]+: ", why) else "failed"
-        return state, f"{state} at {_clock(ended)}: {why}"
+        return state, f"{state} at {date(ended)}: {why}"
     process = run.get("process")
     if not isinstance(process, dict):
         return "unknown", "has not finished; nothing says which process it was"
@@ -150,7 +150,7 @@ def _how_far(record: RunRecord) -> str:
     planned = record.planned_steps
     line = f"steps: {record.last_step} of {'?' if planned is None else planned}"
     times = [time for row in record.metrics if (time := as_number(row.get("time"))) is not None]
-    return f"{line}, the last at {_clock(times[-1])}" if times else line
+    return f"{line}, the last at {date(times[-1])}" if times else line
 
 
 def _kept(record: RunRecord) -> list[str]:
@@ -176,10 +176,3 @@ def _kept(record: RunRecord) -> list[str]:
     free = shutil.disk_usage(directory.path).free
     lines.append(f"disk: {free / 1e9:.1f} GB free" + ("" if free > 1e9 else ": too little"))
     return lines
-
-
-def _clock(seconds: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    except (ValueError, OverflowError, OSError):
-        return f"{seconds:g} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 
 def number(value: float) -> str:
@@ -45,6 +46,14 @@ def seconds(value: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def date(unix: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Unix seconds as a moment of this machine's clock; as seconds where it knows no such."""
+    try:
+        return time.strftime(form, time.localtime(unix))
+    except (ValueError, OverflowError, OSError):
+        return f"{unix:g} s"
 
 
 def clock(value: float) -> str:

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Literal
 
 from m2flow.observe.formatting import number, percent, seconds
-from m2flow.observe.record import EVALUATION, RunRecord, as_number
+from m2flow.observe.record import EVALUATION, LARGEST, RunRecord, as_number
 from m2flow.observe.run_directory import alarms_of
 
 Level = Literal["bad", "warn"]
@@ -87,11 +87,15 @@ def findings(record: RunRecord) -> list[Finding]:
 
 
 def _not_finite(record: RunRecord) -> Iterator[Finding]:
-    """A null is what was NaN or infinite when it was written; a plan may predict nothing."""
+    """A null is what was NaN or infinite when it was written; a plan may predict nothing.
+
+    What is too large to be drawn has run away as well.
+    """
     steps: dict[str, list[int]] = {}
     for row in record.metrics:
         for key, value in row.items():
-            if value is None and not key.startswith("plan/"):
+            runaway = isinstance(value, int | float) and not -LARGEST <= value <= LARGEST
+            if (value is None or runaway) and not key.startswith("plan/"):
                 steps.setdefault(key, []).append(row["step"])
     for key, where in steps.items():
         times = f"at {len(where)} steps, first at step" if len(where) > 1 else "at step"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from m2flow.errors import UserError
 from m2flow.observe.jsonl import each_line, read_rows, rows_at
-from m2flow.observe.run_directory import RunDirectory, merge_steps, read_document
+from m2flow.observe.run_directory import RunDirectory, merge_steps, read_document, step_of_row
 from m2flow.observe.trace import Trace, read_trace
 from m2flow.plan.explain import Explanation
 from m2flow.plan.file import from_json
@@ -26,6 +26,9 @@ T = TypeVar("T")
 EVALUATION = ("eval/accuracy", "eval/success")
 ACCURACY = ("accuracy/mean", "success/mean")
 LOSS = ("loss/policy", "loss")
+
+SMALLEST, LARGEST = 1e-200, 1e200
+"""Figures between these sizes are drawn."""
 
 MAX_ROLLOUTS = 1000
 """Samples of a run that are shown, spread evenly over it."""
@@ -56,7 +59,7 @@ class RunRecord:
     problems: Sequence[str] = ()
 
     def series(self, key: str) -> list[tuple[float, float | None]]:
-        """(step, value) of a key; None where the value was not finite."""
+        """(step, value) of a key; None where the value was not finite, as of `as_number`."""
         return [(row["step"], as_number(row[key])) for row in self.metrics if key in row]
 
     def first_key(self, keys: Sequence[str]) -> str | None:
@@ -115,10 +118,16 @@ def seconds_taken(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def as_number(value: object) -> float | None:
-    """`value` as a float if it is a number, else None."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    return None
+    """`value` as a float if it is a number, else None.
+
+    A number beyond `LARGEST`, finite or not, is none, and one within `SMALLEST` of 0 is 0: sums,
+    differences and shares of what is left can be computed and drawn.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    if not -LARGEST <= value <= LARGEST:
+        return None
+    return 0.0 if abs(value) < SMALLEST else float(value)
 
 
 def read_run(path: Path | str) -> RunRecord:
@@ -171,7 +180,7 @@ def _read_samples(path: Path) -> _Samples:
     for number, place, row in each_line(path):
         if row is None:
             unreadable.append(number)
-        elif isinstance(step := row.get("step"), int):
+        elif (step := step_of_row(row)) is not None:
             places.append(place)
             if len(first := firsts.setdefault(step, [])) < SHOWN:
                 first.append(place)

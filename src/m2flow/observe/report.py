@@ -16,7 +16,7 @@ from statistics import median
 
 from m2flow.observe.curves import chart_data, curve_cards
 from m2flow.observe.films import film_cards
-from m2flow.observe.formatting import number, percent, seconds
+from m2flow.observe.formatting import date, number, percent, seconds
 from m2flow.observe.health import CHECKED, findings
 from m2flow.observe.jsonl import write_atomically
 from m2flow.observe.lane_time import (
@@ -136,7 +136,7 @@ def _moment(record: RunRecord) -> str | None:
     unix = as_number(started)
     if unix is None:
         return None if started is None else str(started)
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))
+    return date(unix, "%Y-%m-%d %H:%M")
 
 
 def _tiles(record: RunRecord) -> str:

@@ -52,12 +52,18 @@ def _row(sample: Mapping[str, Any]) -> dict[str, object]:
         "turns": [
             {
                 "text": _cut(turn.get("text", "")),
-                "tools": [_cut(tool) for tool in turn.get("tools", ())],
+                "tools": [_cut(tool) for tool in _listed(turn.get("tools"))],
                 "result": _cut(turn.get("result", "")),
             }
-            for turn in sample.get("turns", ())
+            for turn in _listed(sample.get("turns"))
+            if isinstance(turn, Mapping)
         ],
     }
+
+
+def _listed(value: object) -> Sequence[Any]:
+    """What was read if it is a list, else an empty one."""
+    return value if isinstance(value, list) else ()
 
 
 def _cut(value: object) -> str:

@@ -266,10 +266,15 @@ def merge_steps(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row per step, ordered by step; where two lines name a key, the later one holds."""
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
-        step = row.get("step")
-        if isinstance(step, int):
+        if (step := step_of_row(row)) is not None:
             merged.setdefault(step, {}).update(row)
     return [merged[step] for step in sorted(merged)]
+
+
+def step_of_row(row: Mapping[str, Any]) -> int | None:
+    """The step that a row is of; None where it names none that a chart has a place for."""
+    step = row.get("step")
+    return step if isinstance(step, int) and abs(step) < 2**63 else None
 
 
 def read_document(path: Path) -> dict[str, Any] | None:

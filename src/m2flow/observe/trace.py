@@ -17,9 +17,13 @@ from typing import Any
 from m2flow.engine.spans import Span
 from m2flow.errors import UserError
 from m2flow.observe.jsonl import encode, write_atomically
-from m2flow.simulation.time_account import LaneTime, extent
+from m2flow.plan.file import from_json
+from m2flow.simulation.time_account import TERM_OF, LaneTime, extent
 
 PROCESS, STEPS_THREAD = 1, 0
+
+LONGEST_SECONDS = 1e12
+"""No trace is so long; a file that says so is spoiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +94,35 @@ def read_trace(path: Path | str) -> Trace:
             for event in document["traceEvents"]
             if event["ph"] == "M" and event["args"].get("lane") is not None
         }
-        spans: dict[int, list[Span]] = {}
+        spans: dict[int, list[dict[str, Any]]] = {}
         for event in document["traceEvents"]:
             if event["ph"] == "X" and event["tid"] in lanes:
                 step, span = _span(event, lanes[event["tid"]])
                 spans.setdefault(step, []).append(span)
-        steps = [StepSpans(spans=spans.get(step["step"], ()), **step) for step in account["steps"]]
-        totals = [LaneTime(**total) for total in account["totals"]]
-    except (ValueError, KeyError, TypeError) as error:
+        steps = [{"spans": spans.get(step["step"], ()), **step} for step in account["steps"]]
+        return _checked({**account, "steps": steps})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             "cannot be read as a timeline", key=str(path), expected="a file written by m2flow"
         ) from error
-    return Trace(steps, totals, account["num_steps"])
+
+
+def _checked(trace: Mapping[str, Any]) -> Trace:
+    """A trace, each value of which is of its field's type, and its times no longer than any run.
+
+    Raises:
+        ValueError: one is not, or the account of a lane lacks a term.
+    """
+    checked = from_json(Trace, json.dumps(trace), "timeline", ignore=("began",))
+    spans = [span for step in checked.steps for span in step.spans]
+    moments = [moment for one in (*checked.steps, *spans) for moment in (one.start, one.end)]
+    for total in checked.totals:
+        moments += [total.seconds, *total.stages.values(), *total.beside.values()]
+        if total.beside.keys() != set(TERM_OF.values()):
+            raise ValueError("a lane's account lacks a term")
+    if not all(abs(moment) < LONGEST_SECONDS for moment in moments):
+        raise ValueError("a moment is out of reach")
+    return checked
 
 
 def nesting_rows(spans: Sequence[Span]) -> list[tuple[int, int]]:
@@ -160,10 +181,11 @@ def _event(span: Span, thread: int, origin: float, step: int) -> dict[str, Any]:
     }
 
 
-def _span(event: Mapping[str, Any], lane: int) -> tuple[int, Span]:
+def _span(event: Mapping[str, Any], lane: int) -> tuple[int, dict[str, Any]]:
+    """The step of an event, and the fields of its span."""
     start = event["ts"] / 1e6
     args = {key: value for key, value in event["args"].items() if key != "step"}
     if "engine_step" in args:
         args["step"] = args.pop("engine_step")
-    end = start + event["dur"] / 1e6
-    return event["args"]["step"], Span(lane, event["name"], event["cat"], start, end, args)
+    fields = {"lane": lane, "name": event["name"], "kind": event["cat"], "args": args}
+    return event["args"]["step"], {**fields, "start": start, "end": start + event["dur"] / 1e6}

@@ -14,7 +14,7 @@ from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.observe.jsonl import parse_line
-from m2flow.observe.run_directory import MARKS, RunDirectory, read_document
+from m2flow.observe.run_directory import MARKS, RunDirectory, read_document, step_of_row
 
 
 class FollowedRun:
@@ -54,8 +54,7 @@ class FollowedRun:
             rows = dict(self.rows)  # whoever reads the old ones goes on undisturbed
             for line in whole.splitlines():
                 row = parse_line(line)
-                step = None if row is None else row.get("step")
-                if row is not None and isinstance(step, int):
+                if row is not None and (step := step_of_row(row)) is not None:
                     rows[step] = {**rows.get(step, {}), **row}
             self.rows = dict(sorted(rows.items()))
 
