@@ -131,9 +131,9 @@ MEANING = {
     "data.chat": "whether a prompt is the user's turn of a conversation in the chat template of "
     "the model's tokenizer; `null`: where the tokenizer has one",
     "data.system_prompt": "what stands before that turn; `null`: what the template puts there",
-    "data.chat_options": "variables of the chat template, such as `enable_thinking: false`; one "
-    "that asks for the date is told 26 July 2024, unless it has a variable for that, such as "
-    "`date_string`",
+    "data.chat_options": "variables of the chat template, such as `enable_thinking: false`; others "
+    "than it reads are refused. One that asks for the date is told 26 July 2024, unless it has a "
+    "variable for that, such as `date_string`",
     "data.curriculum": "`jsonl`: prefer problems that the policy solves now and then: those whose "
     "rate of success so far is in `band` (`[0.2, 0.8]`), and those never asked, weigh 1, others "
     "`outside` (0.1); `null`: each problem once an epoch",

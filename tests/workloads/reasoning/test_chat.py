@@ -232,6 +232,95 @@ def test_what_needs_a_template_is_refused_without_one(
         ReasoningExperiment(recipe_on(tiny_recipe, folder, rows, **data))
 
 
+TRAINED = (
+    "{% for turn in messages %}{% if turn.role == 'tool' %}{% continue %}{% endif %}"
+    "{% generation %}{{ turn.content }}{{ eos_token }}{% endgeneration %}{% endfor %}"
+    "{% set effort = reasoning_effort | default('low') %}"
+    "{% macro shown(what) %}{{ what }}{{ builtin }}{% endmacro %}{{ shown(effort) }}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{{ raise_exception('none') if not messages }}"
+)
+"""With what transformers adds to the language, and variables of all kinds."""
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "said"),
+    [
+        (TEMPLATE, {"enable_thinkin": False}, ["did you mean 'enable_thinking'"]),
+        (TEMPLATE, {"effort": "low"}, ["'effort'", "that it reads: enable_thinking"]),
+        (TEMPLATE, {"enable_thinking": False, "thinking": False}, ["{'thinking': False}"]),
+        (TEMPLATE, {"add_generation_prompt": False}, ["'add_generation_prompt'"]),
+        (TEMPLATE, {"tools": []}, ["'tools'"]),
+        (TEMPLATE, {"turn": 1}, ["'turn'"]),
+        (IM, {"enable_thinking": False}, ["'enable_thinking'", "expected none"]),
+        (TRAINED, {"effort": 1}, ["'effort'", "builtin, eos_token, reasoning_effort"]),
+        (TRAINED, {"what": 1}, ["'what'", "builtin, eos_token, reasoning_effort"]),
+        (TEMPLATE, {"enable_thinking": "false"}, ["is a text", "expected enable_thinking: false,"]),
+        (TEMPLATE, {"enable_thinking": "True"}, ["is a text", "expected enable_thinking: true,"]),
+        ("{% for turn in messages %}{{ turn", {"a": 1}, ["cannot be read", "TemplateSyntaxError"]),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    template: str, options: dict[str, Any], said: list[str]
+) -> None:
+    """A mistyped switch was passed over, and a text is true whatever it says."""
+    tokenizer: Any = byte_tokenizer()
+    for templates in (template, {"default": template, "other": "{{ enable_thinkin }}"}):
+        tokenizer.chat_template = templates
+        with pytest.raises(UserError, match=r"^data\.chat_options: ") as caught:
+            chat_of(tokenizer, None, None, options)
+        assert "\n" not in str(caught.value)
+        assert all(part in str(caught.value) for part in said), caught.value
+
+
+def test_options_of_templates_without_a_default_are_one_line() -> None:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = {"rag": TEMPLATE, "tool_use": TEMPLATE}
+    with pytest.raises(UserError, match=r"^data\.chat_options: .*cannot be read \(ValueError: "):
+        chat_of(tokenizer, None, None, {"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        (TEMPLATE, {"enable_thinking": False}),
+        (DATED, {"date_string": "1 Jan 2026", "tools": [{"type": "function"}]}),
+        (TRAINED, {"reasoning_effort": "high", "builtin": "true-false", "eos_token": ""}),
+        ({"plain": IM, "long": TEMPLATE}, {"chat_template": "long", "enable_thinking": True}),
+        ({"default": IM, "tool_use": DATED}, {"date_string": "", "tools": [{"type": "function"}]}),
+    ],
+)
+def test_options_that_a_template_reads_are_taken(template: Any, options: dict[str, Any]) -> None:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = template
+    assert chat_of(tokenizer, None, "Add.", options) == Chat("Add.", options)
+
+
+def test_tools_choose_the_template_whose_variables_count() -> None:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": DATED}
+    schemas, dated = [{"type": "function"}], {"date_string": "1 Jan 2026"}
+    chat = chat_of(tokenizer, None, None, dated, tools=schemas)
+    assert chat == Chat(None, {"tools": schemas, **dated})
+    with pytest.raises(UserError, match="enable_thinking"):
+        chat_of(tokenizer, None, None, {"enable_thinking": False}, tools=schemas)
+    tokenizer.chat_template = IM
+    assert chat_of(tokenizer, None, tools=schemas) == Chat(None, {"tools": schemas})
+
+
+def test_options_that_would_change_nothing_are_refused_wherever_they_are_said(
+    tiny_recipe: MakeRecipe, folder: Path, rows: Path
+) -> None:
+    wrong = {"chat_options": {"enable_thinkin": False}}
+    with pytest.raises(UserError, match=r"^data\.chat_options: .*did you mean 'enable_thinking'"):
+        ReasoningExperiment(recipe_on(tiny_recipe, folder, rows, **wrong))
+    judged = tiny_recipe(judge={"path": str(folder), **wrong})
+    with pytest.raises(UserError, match=r"^judge\.chat_options: .*did you mean 'enable_thinking'"):
+        ReasoningExperiment(judged)
+    asked = Examination(folder, rows, max_new_tokens=2, **wrong)
+    with pytest.raises(UserError, match=r"^--chat-option: .*did you mean 'enable_thinking'"):
+        answered(asked)
+
+
 def test_a_conversation_must_fit_into_the_context(
     tiny_recipe: MakeRecipe, folder: Path, rows: Path
 ) -> None:

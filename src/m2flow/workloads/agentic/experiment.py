@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +91,9 @@ class AgenticExperiment(ReasoningExperiment):
             return ChatDialect(tokenizer, episode.max_tokens, options)
         return dialect_of(tokenizer, episode, self.tools, options)
 
-    def _chat_options(self, tokenizer: Any) -> Mapping[str, Any]:
-        options = self.recipe.data.chat_options
-        told = getattr(tokenizer, "chat_template", None) and self.recipe.data.chat is not False
-        if told and self._schemas and self.recipe.episode.dialect != "tags":
-            return {"tools": self._schemas, **options}
-        return options
+    @property
+    def _told_tools(self) -> Sequence[Mapping[str, Any]]:
+        return () if self.recipe.episode.dialect == "tags" else self._schemas
 
     @property
     def _max_new(self) -> int:

@@ -20,7 +20,7 @@ import torch
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Ragged
 from m2flow.generation.supported import limit_of
-from m2flow.models.chat_template import written
+from m2flow.models.chat_template import check_options, written
 from m2flow.models.folder import read_json
 from m2flow.workloads.reasoning.tasks import Problem
 
@@ -94,6 +94,8 @@ def chat_of(
     system: str | None = None,
     options: Mapping[str, Any] | None = None,
     key: str = "data.chat",
+    options_key: str = "data.chat_options",
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Chat | None:
     """How problems become conversations for a model; None where they stay as they are.
 
@@ -101,11 +103,12 @@ def chat_of(
         tokenizer: the model's.
         wanted: whether to; None where the tokenizer has a template.
         system, options: as for `Chat`.
-        key: of `wanted`, for messages.
+        key, options_key: of `wanted` and of `options`, for messages.
+        tools: of which a template is told too, unless the options say which.
 
     Raises:
-        UserError: there is no template and one is asked for, or there is and it is refused what
-            only it could use.
+        UserError: there is no template and one is asked for; or there is and it is refused what
+            only it could use; or an option would change nothing that it writes.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if wanted and not has_template:
@@ -124,7 +127,11 @@ def chat_of(
             value=False,
             hint="put the text into the prompt's own template",
         )
-    return Chat(system, options or {}) if wanted else None
+    if not wanted:
+        return None
+    options = options or {}
+    check_options(tokenizer, options, tools or None, options_key)
+    return Chat(system, {"tools": tools, **options} if tools else options)
 
 
 def prompt_rows(

@@ -98,7 +98,9 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     assert settings.reward is not None
     rewards_by = loaded([_part_of(asked, settings.reward)], "--reward")
     options = settings.chat_options
-    chat = chat_of(tokenizer, settings.chat, settings.system_prompt, options, key="--chat")
+    chat = chat_of(
+        tokenizer, settings.chat, settings.system_prompt, options, "--chat", "--chat-option"
+    )
     problems = _problems(settings)
     seeds = [derive_seed(asked.seed, 2, index) for index in range(len(problems))]
     names = Names(str(asked.data), "--max-new-tokens", limit)

@@ -121,7 +121,7 @@ class ReasoningExperiment:
             self.names = replace(self.names, context=f"{key} of {path}")
         data = recipe.data
         self._chat = chat_of(
-            tokenizer, data.chat, data.system_prompt, self._chat_options(tokenizer)
+            tokenizer, data.chat, data.system_prompt, data.chat_options, tools=self._told_tools
         )
         if data.max_prompt_tokens is not None:
             self._drop_long(tokenizer, data.max_prompt_tokens)
@@ -154,9 +154,10 @@ class ReasoningExperiment:
             curriculum=curriculum,
         )
 
-    def _chat_options(self, tokenizer: Any) -> Mapping[str, Any]:
-        """Variables of the chat template."""
-        return self.recipe.data.chat_options
+    @property
+    def _told_tools(self) -> Sequence[Mapping[str, Any]]:
+        """Tools of which the chat template is told."""
+        return ()
 
     @property
     def makes_model(self) -> bool:

@@ -77,11 +77,12 @@ def judge_chat(tokenizer: Any, section: JudgeSection) -> Chat | None:
     """How a judge is asked: as the user of a conversation, where its tokenizer has a template.
 
     Raises:
-        UserError: there are options of a template, and no template.
+        UserError: there are options of a template, and no template, or none that reads them.
     """
     from m2flow.workloads.reasoning.encoding import chat_of
 
-    return chat_of(tokenizer, None, None, section.chat_options, "judge.chat_options")
+    key = "judge.chat_options"
+    return chat_of(tokenizer, None, None, section.chat_options, key, key)
 
 
 def asked(question: str, before: Sequence[Mapping[str, str]] = ()) -> str:
