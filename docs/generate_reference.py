@@ -207,7 +207,7 @@ MEANING = {
     "optimizer.betas": "AdamW's two decay rates",
     "optimizer.weight_decay": "AdamW's weight decay",
     "optimizer.max_grad_norm": "gradients are scaled down to this norm; `null` for no bound",
-    "optimizer.schedule": "of the learning rate, over all optimizer steps of the run",
+    "optimizer.schedule": "of the learning rate, from the end of its warm-up to that of the run",
     "optimizer.warmup_steps": "optimizer steps over which the learning rate rises, behind those in "
     "which a critic alone learns",
     "training.tokens_per_microbatch": "tokens computed at a time; bounds memory; 16384 where "
@@ -259,6 +259,7 @@ EMBODIED = {
     "environment.steps_aside": "a simulator that cannot save its state leaves a lane that is short "
     "of memory (`lane_memory`) too: its episodes are replayed from their seeds and actions when it "
     "is back; one that saves its state leaves in any case",
+    "optimizer.warmup_steps": "optimizer steps over which the learning rate rises",
     "policy.kind": "an actor-critic on states or on pictures, or a vision-language-action model",
     "policy.chunk": "actions decided at once",
     "policy.hidden": "`mlp`: widths of its layers",

@@ -36,11 +36,25 @@ def test_decay_must_know_its_end(total_steps: int | None) -> None:
 
 
 def test_idle_steps_move_nothing_whatever_comes_after() -> None:
-    """While a critic alone learns, the policy stands still; its warm-up begins behind that."""
-    schedule = Schedule("linear", warmup_steps=4, total_steps=12, idle_steps=3)
-    rest = Schedule("linear", warmup_steps=4, total_steps=12)
-    assert [schedule.factor(step) for step in range(3)] == [0.0] * 3
-    assert [schedule.factor(step) for step in range(3, 14)] == [
-        min(1.0, (step - 2) / 4) * rest.factor(max(4, step)) for step in range(3, 14)
-    ]
+    """While a critic alone learns, the policy stands still; what is left is a run of its own."""
+    for decay in ("constant", "linear", "cosine"):
+        schedule = Schedule(decay, 4, total_steps=12, final_fraction=0.1, idle_steps=3)
+        rest = Schedule(decay, 4, total_steps=9, final_fraction=0.1)
+        assert [schedule.factor(step) for step in range(3)] == [0.0] * 3
+        assert [schedule.factor(step) for step in range(3, 14)] == [
+            rest.factor(step) for step in range(11)
+        ]
     assert Schedule(warmup_steps=10, idle_steps=40).factor(40) == 0.1
+
+
+def test_a_policy_behind_idle_steps_reaches_its_learning_rate() -> None:
+    """The decay had gone on beside them, and took half of the rate of a run with half idle."""
+    schedule = Schedule("cosine", warmup_steps=10, total_steps=100, idle_steps=50)
+    assert max(map(schedule.factor, range(100))) == 1.0
+    assert schedule.factor(80) == pytest.approx(0.5)
+    assert schedule.factor(100) == 0.0
+
+
+def test_decay_must_know_an_end_behind_idle_steps() -> None:
+    with pytest.raises(AssertionError, match="total_steps"):
+        Schedule("linear", warmup_steps=3, total_steps=6, idle_steps=3)

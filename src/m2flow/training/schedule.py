@@ -22,7 +22,7 @@ class Schedule:
         total_steps: the step, counted from 0, at which decay has reached its end. Needed unless
             constant.
         final_fraction: of the peak, from `total_steps` on.
-        idle_steps: so many steps at the start have the rate 0, and the warm-up follows them.
+        idle_steps: so many steps at the start have the rate 0; warm-up and decay follow them.
     """
 
     decay: Decay = "constant"
@@ -32,8 +32,12 @@ class Schedule:
     idle_steps: int = 0
 
     def __post_init__(self) -> None:
-        ends = self.total_steps is not None and self.total_steps > self.warmup_steps
+        ends = self.total_steps is not None and self.total_steps > self._decay_begins
         assert self.decay == "constant" or ends, f"{self} must know where it ends"
+
+    @property
+    def _decay_begins(self) -> int:
+        return self.idle_steps + self.warmup_steps
 
     def factor(self, step: int) -> float:
         """What the peak rate is multiplied by at the given step, counted from 0."""
@@ -44,10 +48,11 @@ class Schedule:
 
     def _remaining(self, step: int) -> float:
         """What decay has left of the peak at a step."""
-        if self.decay == "constant" or step < self.warmup_steps:
+        begins = self._decay_begins
+        if self.decay == "constant" or step < begins:
             return 1.0
         assert self.total_steps is not None
-        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        progress = min(1.0, (step - begins) / (self.total_steps - begins))
         match self.decay:
             case "linear":
                 remaining = 1.0 - progress
