@@ -127,7 +127,7 @@ MEANING = {
     "data.on_bad_row": "`jsonl`: stop at a row that cannot be used, or leave it out with a warning",
     "data.template": "`jsonl`, `gym`: the prompt, with `{question}` where the question goes",
     "data.dataset": "`gym`: a data set of reasoning-gym, or names with their shares",
-    "data.max_prompt_tokens": "`jsonl`: rows with a longer prompt are not trained on",
+    "data.max_prompt_tokens": "`jsonl`: rows with a longer prompt are left out, held-out ones too",
     "data.chat": "whether a prompt is the user's turn of a conversation in the chat template of "
     "the model's tokenizer; `null`: where the tokenizer has one",
     "data.system_prompt": "what stands before that turn; `null`: what the template puts there",

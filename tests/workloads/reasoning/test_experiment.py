@@ -197,6 +197,47 @@ def test_rows_with_long_prompts_are_left_out_if_asked(
     assert lines == set(range(1, 37)) - {9, 20, 30}
 
 
+@pytest.mark.parametrize("of_their_own", [False, True])
+def test_held_out_rows_with_long_prompts_are_left_out_too(
+    of_their_own: bool,
+    tiny_recipe: MakeRecipe,
+    data_file: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They had refused the run that asked for long rows to be left out."""
+    rows = data_file.read_text().splitlines()
+    for line in (30, 38, 39):
+        rows[line - 1] = json.dumps({"question": f"{line}" * 300, "answer": "1"})
+    data_file.write_text("\n".join(rows[:36] if of_their_own else rows))
+    held_out, more = data_file, {}
+    if of_their_own:
+        held_out = tmp_path / "held_out.jsonl"
+        held_out.write_text("\n".join(rows[36:]))
+        more = {"eval_path": str(held_out)}
+    settings = jsonl(data_file, max_prompt_tokens=100, **more)
+    with caplog.at_level(logging.WARNING):
+        experiment = ReasoningExperiment(tiny_recipe(**settings))
+    assert experiment.task.num_train == 35
+    assert f"{data_file}: 1 rows whose prompt has more than 100 tokens are not" in caplog.text
+    assert f"{held_out}: 2 held-out rows whose prompt has more than 100 tokens" in caplog.text
+    lines = [problem.metadata["line"] for problem in experiment.task.held_out(9)]
+    assert lines == ([1, 4] if of_their_own else [37, 40])
+
+
+def test_a_limit_that_leaves_nothing_to_evaluate_on(
+    tiny_recipe: MakeRecipe, data_file: Path
+) -> None:
+    rows = data_file.read_text().splitlines()
+    rows[36:] = [json.dumps({"question": "x" * 300, "answer": "1"})] * 4
+    data_file.write_text("\n".join(rows))
+    settings = jsonl(data_file, max_prompt_tokens=100)
+    with pytest.raises(UserError, match=r"data\.max_prompt_tokens: leaves no held-out row .*100"):
+        ReasoningExperiment(tiny_recipe(**settings))
+    unasked = ReasoningExperiment(tiny_recipe(**settings, evaluation={"problems": 0}))
+    assert unasked.held_out() is None
+
+
 def test_a_limit_that_leaves_too_few_rows(tiny_recipe: MakeRecipe, data_file: Path) -> None:
     with pytest.raises(UserError, match=r"data\.max_prompt_tokens: leaves no row to train on"):
         ReasoningExperiment(tiny_recipe(**jsonl(data_file, max_prompt_tokens=1)))

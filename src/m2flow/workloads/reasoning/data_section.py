@@ -74,7 +74,7 @@ class DataSection(Section):
     tokenizer; null: where the tokenizer has one. `chat_options` are the template's own variables,
     such as `enable_thinking`. `dataset` is a name of reasoning-gym, or names with their shares of
     the problems: `options` then has those of each by name. Rows whose prompt is longer than
-    `max_prompt_tokens` are not trained on. Other keys belong to some tasks.
+    `max_prompt_tokens` are left out, held-out ones too. Other keys belong to some tasks.
     """
 
     task: Literal["addition", "jsonl", "gym"] = "addition"

@@ -110,7 +110,6 @@ class ReasoningExperiment:
         self._hinted: set[HealthCheck] = set()
         self._failing = 0
         """Steps in a row of which half of the samples or more have no reward."""
-        self._held_out = self.task.held_out(recipe.evaluation.problems)
         self._tokenizer: Any = None
         self._tiny = _tiny_spec(recipe) if recipe.model.path is None else None
         tokenizer = self._starting_tokenizer()
@@ -125,6 +124,7 @@ class ReasoningExperiment:
         )
         if data.max_prompt_tokens is not None:
             self._drop_long(tokenizer, data.max_prompt_tokens)
+        self._held_out = self.task.held_out(recipe.evaluation.problems)
         check_task(recipe, self.task)
         self._check_prompts(tokenizer)
         self._dtype = dtype_on(recipe.model.dtype, "cpu")  # of what is built or warmed up here
@@ -165,7 +165,11 @@ class ReasoningExperiment:
         return self.recipe.model.path is None or self.recipe.warmup.steps > 0
 
     def _drop_long(self, tokenizer: Any, limit: int) -> None:
-        """Have the task train on no prompt of more tokens."""
+        """Have the task train on, and hold out, no prompt of more tokens.
+
+        Raises:
+            UserError: nothing is left to train on; or to evaluate on, where there was something.
+        """
         assert isinstance(self.task, Jsonl)
 
         def fits(problem: Problem) -> bool:
@@ -173,11 +177,24 @@ class ReasoningExperiment:
                 return True
             return len(prompt_rows(tokenizer, [problem], self._chat)[0]) <= limit
 
-        dropped = self.task.keep(fits)
+        dropped, dropped_held_out = self.task.keep(fits)
         if dropped:
             _log.warning(
                 "%s: %d rows whose prompt has more than %d tokens are not trained on",
                 self.recipe.data.path, dropped, limit,
+            )  # fmt: skip
+        if dropped_held_out:
+            data, problems = self.recipe.data, self.recipe.evaluation.problems
+            if problems and not self.task.held_out(problems):
+                raise UserError(
+                    "leaves no held-out row to evaluate on",
+                    key="data.max_prompt_tokens",
+                    value=limit,
+                    hint="raise it, hold out other rows, or set evaluation.problems to 0",
+                )
+            _log.warning(
+                "%s: %d held-out rows whose prompt has more than %d tokens are not evaluated on",
+                data.eval_path or data.path, dropped_held_out, limit,
             )  # fmt: skip
 
     def _around(self, tokenizer: Any) -> int:

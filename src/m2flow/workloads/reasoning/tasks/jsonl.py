@@ -104,17 +104,22 @@ class Jsonl:
         self._held_out = held_out
         self._orders: dict[int, list[int]] = {}  # of the last two epochs: a step may be in both
 
-    def keep(self, wanted: Callable[[Problem], bool]) -> int:
-        """Train on the rows that are wanted alone; return how many are not.
+    def keep(self, wanted: Callable[[Problem], bool]) -> tuple[int, int]:
+        """Train on, and hold out, the rows that are wanted alone.
+
+        Returns:
+            How many rows to train on are not, and how many held-out ones.
 
         Raises:
-            UserError: none is.
+            UserError: none to train on is.
         """
         kept = [problem for problem in self._problems if wanted(problem)]
         if not kept:
             raise UserError("leaves no row to train on", key="data.max_prompt_tokens")
-        dropped = len(self._problems) - len(kept)
+        held_out = [problem for problem in self._held_out if wanted(problem)]
+        dropped = len(self._problems) - len(kept), len(self._held_out) - len(held_out)
         self._problems, self.num_train, self._orders = kept, len(kept), {}
+        self._held_out = held_out
         return dropped
 
     def rows_read(self) -> RowsRead:
