@@ -382,6 +382,18 @@ def test_what_takes_too_long_is_cancelled_and_a_timeout_of_its_own_is_raised() -
         run_coroutine(gives_up(), 60.0)
 
 
+def test_a_coroutine_that_cancels_all_others_costs_its_own_batch() -> None:
+    async def cancels(*columns: Any) -> float:
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(0)
+        return 1.0
+
+    found = weighted_sum([WeightedReward(cancels)], JUDGED)
+    assert all(found.failures)
+    assert weighted_sum([WeightedReward(one)], JUDGED).rewards == [1.0, 1.0]
+
+
 def test_a_forked_process_has_a_loop_of_its_own() -> None:
     code = (
         "import asyncio, os\n"

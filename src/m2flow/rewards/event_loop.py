@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class LateCoroutine(Exception):
-    """A coroutine has not ended in time; it has been cancelled."""
+    """A coroutine has not come to its end: it took too long, or others have cancelled it."""
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
@@ -48,7 +48,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
         seconds: longest that it may take once it has begun, for which it waits `STUCK_SECONDS`.
 
     Raises:
-        LateCoroutine: it takes longer.
+        LateCoroutine: it takes longer, or is cancelled by another coroutine.
     """
     begins, begun = threading.Lock(), threading.Event()
 
@@ -59,12 +59,14 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
         return await caught(lambda: coroutine)
 
     future = _begun(begin(), _lease())
-    if not begun.wait(STUCK_SECONDS) and begins.acquire(blocking=False):
-        future = _begun(caught(lambda: coroutine), _lease(new=True))
     try:
+        if not begun.wait(STUCK_SECONDS) and begins.acquire(blocking=False):
+            future = _begun(caught(lambda: coroutine), _lease(new=True))
         value, error = future.result(seconds)
     except TimeoutError:  # one that the coroutine raises is caught
         raise LateCoroutine(f"gave nothing within {seconds:g} s") from None
+    except CancelledError:
+        raise LateCoroutine("was cancelled by another coroutine") from None
     finally:
         future.cancel()
     if error is not None:

@@ -129,14 +129,14 @@ def _filled(env: Mapping[str, str | int | float | None]) -> dict[str, str]:
     for name, value in env.items():
         key = f"tools.mcp.env.{name}"
         if isinstance(value, bool) or not isinstance(value, str | int | float | None):
-            raise UserError("is no text", key=key, value=value, expected="a text or null")
+            raise UserError("is no text", key=key, value=value, expected="a text, a number or null")
         if value is None and name not in os.environ:
             raise UserError(
                 "is not set in the environment",
                 key=key,
                 hint=f"export {name} before m2flow starts",
             )
-        filled[str(name)] = os.environ[name] if value is None else str(value)
+        filled[name] = os.environ[name] if value is None else str(value)
     return filled
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,8 @@ from m2flow.tools.tool import ToolError, schema, text_argument
 from m2flow.user_code import user_function, what_raised
 
 NOTHING = "nothing found"
+
+_indexing = threading.Lock()
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -50,7 +53,8 @@ class Search:
 
     def prepare(self) -> None:
         """Read and index the corpus, which may take longer than a call."""
-        indexed(self._corpus)
+        with _indexing:
+            indexed(self._corpus)
 
     def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
         """The passages, one a line."""
