@@ -123,7 +123,7 @@ MEANING = {
     "`question`, `problem` or `prompt`. A text, or a conversation: a list of turns, the last of "
     "them the user's",
     "data.answer_column": "`jsonl`: column of the right answer, such as "
-    "`reward_model.ground_truth`; `null`: `answer`",
+    "`reward_model.ground_truth`; `null`: `answer`, or without it, for the reward `code`, `tests`",
     "data.on_bad_row": "`jsonl`: stop at a row that cannot be used, or leave it out with a warning",
     "data.template": "`jsonl`, `gym`: the prompt, with `{question}` where the question goes",
     "data.dataset": "`gym`: a data set of reasoning-gym, or names with their shares",

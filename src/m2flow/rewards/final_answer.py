@@ -76,7 +76,7 @@ def extract_answer(completion: str, *, numeric: bool = True, choice: bool = Fals
             stands in the last ones.
         choice: whether it is the letter of a choice, which `answer is B) $4.5$` names.
     """
-    has_box, boxed = _last_box(completion)
+    has_box, boxed = last_box(completion)
     if has_box:
         return boxed
     if tagged := TAGGED.findall(completion):
@@ -111,7 +111,7 @@ def chosen_letter(answer: str) -> str | None:
     return choice[1]
 
 
-def _last_box(text: str) -> tuple[bool, str | None]:
+def last_box(text: str) -> tuple[bool, str | None]:
     """(is there a box, content of the last one that is not empty).
 
     A box that was opened and not closed is a cut-off answer: a box without content.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from m2flow.errors import UserError
+from m2flow.rewards.code import read_tests
 from m2flow.rewards.mathematics import verify
 from m2flow.workloads.reasoning.data import DEFAULT_TEMPLATE, final_answer, read_problems
 from m2flow.workloads.reasoning.rows import TO_HOLD_OUT
@@ -69,6 +70,66 @@ def test_gold_is_what_stands_after_the_marker(tmp_path: Path) -> None:
     assert problem.prompt == DEFAULT_TEMPLATE.replace("{question}", "2+3?")
     assert r"\boxed{}" in problem.prompt
     assert final_answer("1,234") == "1,234"
+
+
+def test_gold_of_a_worked_solution_is_its_last_box(tmp_path: Path) -> None:
+    """As in MATH, whose column `solution` was compared whole: never equal past 256 characters."""
+    solution = r"So $x = \boxed{3}$, " + "we add, " * 50 + r"and $y = \boxed{\frac{1}{2}}$."
+    path = write(tmp_path, json.dumps({"problem": "y?", "solution": solution}))
+    [problem] = read_problems(path, answer="solution", rewards=["math"])
+    assert problem.answer == r"\frac{1}{2}"
+    assert final_answer(r"so \boxed{4} #### 5") == "5"
+    assert final_answer(r"never \boxed{closed") == r"never \boxed{closed"
+
+
+def test_an_answer_that_is_too_long_to_be_compared_is_a_bad_row(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD, json.dumps({"question": "?", "answer": "We add 1, " * 40}))
+    for name in ("math", "m2flow.rewards.mathematics:math_reward"):
+        with pytest.raises(UserError, match=r"rows\.jsonl:2: .* more than the 256 that are"):
+            read_problems(path, rewards=["format", name])
+    assert len(read_problems(path, on_bad_row="skip", rewards=["math"])) == 1
+    assert len(read_problems(path, rewards=["mine:own"])) == 2
+    spaced = write(tmp_path, json.dumps({"question": "?", "answer": "5 +" + " " * 300 + "6"}))
+    assert len(read_problems(spaced, rewards=["math"])) == 1
+
+
+STATEMENTS = ["assert f('####') == 4", "assert f('ä') == 1"]
+TEXTS = {"inputs": ["1 ####\n", 3], "outputs": ["7", 1.5]}
+
+
+@pytest.mark.parametrize("tests", [STATEMENTS, TEXTS])
+@pytest.mark.parametrize("column", ["answer", "tests"])
+def test_tests_of_programs_are_kept_as_they_are(tmp_path: Path, column: str, tests: object) -> None:
+    for written in (tests, json.dumps(tests)):
+        path = write(tmp_path, json.dumps({"question": "f?", column: written}))
+        for name in ("code", "m2flow.rewards.code:code_reward"):
+            [problem] = read_problems(path, rewards=[name])
+            assert json.loads(problem.answer) == tests
+            row = problem.metadata | {"answer": problem.answer}
+            assert read_tests(row) == read_tests({"answer": tests})
+
+
+def test_tests_may_stand_beside_an_answer(tmp_path: Path) -> None:
+    row = {"question": "f?", "tests": STATEMENTS, "answer": "four #### 4"}
+    [problem] = read_problems(write(tmp_path, json.dumps(row)), rewards=["code", "math"])
+    assert problem.answer == "4"
+    assert problem.metadata["tests"] == STATEMENTS
+
+
+@pytest.mark.parametrize("tests", [[], 3, None, "no JSON", "[" * 100_000, {"inputs": ["1"]}])
+def test_what_are_no_tests_is_a_bad_row(tmp_path: Path, tests: object) -> None:
+    path = write(tmp_path, json.dumps({"question": "f?", "answer": tests}))
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: 'answer' holds no tests of a program"):
+        read_problems(path, rewards=["code"])
+
+
+def test_tests_are_an_answer_for_programs_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"question": "f?", "answer": STATEMENTS}))
+    with pytest.raises(UserError, match="'answer' is neither a text nor a number"):
+        read_problems(path, rewards=["math"])
+    path = write(tmp_path, json.dumps({"question": "f?", "tests": STATEMENTS}))
+    with pytest.raises(UserError, match="no answer column"):
+        read_problems(path, rewards=["math"])
 
 
 def test_blank_lines_and_a_byte_order_mark_do_not_count(tmp_path: Path) -> None:

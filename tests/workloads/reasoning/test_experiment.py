@@ -104,9 +104,22 @@ def test_options_of_a_file(tiny_recipe: MakeRecipe, data_file: Path) -> None:
     assert task_of(recipe).num_train == 30
 
 
+def test_rows_are_read_for_the_rewards_of_the_recipe(
+    tiny_recipe: MakeRecipe, data_file: Path
+) -> None:
+    tests = ["assert f('####') == 1"]
+    rows = [json.dumps({"question": question, "tests": tests}) for question in ("f?", "g?")]
+    data_file.write_text("\n".join(rows))
+    task = task_of(tiny_recipe(**jsonl(data_file), reward="code"))
+    assert json.loads(task.train(0).answer) == tests
+    with pytest.raises(UserError, match="no answer column"):
+        task_of(tiny_recipe(**jsonl(data_file)))
+
+
 @pytest.mark.parametrize(
     ("data", "key"),
     [
+        ({"options": {"rewards": ["code"]}}, "data.options.rewards"),
         ({"options": {"path": "x"}}, "data.options.path"),
         ({"options": {"seed": 1}}, "data.options.seed"),
         ({"options": {"held_out_row": 10}}, "data.options.held_out_row"),

@@ -1,28 +1,38 @@
 """Problems from rows: the one reader for the `jsonl` task and for `m2flow eval --data FILE`.
 
 Each row has a question (`question`, `problem` or `prompt`) and an `answer`, or columns that the
-caller names; of an answer with `####`, what stands after it counts, as in GSM8K. A question may be
-a conversation, a list of `{"role": ..., "content": ...}`, as veRL's data sets have it. Of GPQA's
-rows the four choices are shuffled by a seed, and the right answer is a letter. What is wrong with a
-file is said with its name and line. Knows nothing of tasks' order or splits.
+caller names; of an answer with `####`, what stands after it counts, as in GSM8K, and of a worked
+solution what stands in its last `\\boxed{}`, as in MATH. For the reward `code` the answer is tests,
+which are kept as they are. A question may be a conversation, a list of
+`{"role": ..., "content": ...}`, as veRL's data sets have it. Of GPQA's rows the four choices are
+shuffled by a seed, and the right answer is a letter. What is wrong with a file is said with its
+name and line. Knows nothing of tasks' order or splits.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from m2flow.errors import UserError, suggestion
+from m2flow.rewards.code import read_tests
+from m2flow.rewards.final_answer import last_box
+from m2flow.rewards.number import MAX_ANSWER_CHARS, without_symbols
+from m2flow.rewards.reward import path_of
+from m2flow.rewards.symbolic import canonical
 from m2flow.workloads.reasoning.rows import TO_TRAIN_ON, BadRowError, rows_of
 from m2flow.workloads.reasoning.tasks.problem import Problem, generator
 
 QUESTION_COLUMNS = ("question", "problem", "prompt", "Question", "Problem")
 ANSWER_COLUMNS = ("answer", "Answer", "Correct Answer")
+TESTS_COLUMN = "tests"
+"""The answer's, where a reward runs programs and there is none of `ANSWER_COLUMNS`."""
 
 WRONG_ANSWERS = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
 """Columns of GPQA (arXiv 2311.12022): a row that has them is a question with four choices."""
@@ -35,6 +45,8 @@ DEFAULT_TEMPLATE = (
 """How a question becomes a prompt; `{question}` is replaced, all else is literal."""
 
 OnBadRow: TypeAlias = Literal["fail", "skip"]
+
+_CODE, _MATH = path_of("code"), path_of("math")
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +61,7 @@ def read_problems(
     column_key: str = "data.{}_column",
     seed: int = 0,
     splits: Sequence[str] = TO_TRAIN_ON,
+    rewards: Sequence[str] = (),
 ) -> list[Problem]:
     """All problems of a data set, in order; blank lines do not count.
 
@@ -63,6 +76,8 @@ def read_problems(
         column_key: what sets `question` and `answer`, for messages, with `{}` for these words.
         seed: with the row's number it fixes the order of choices.
         splits: as of `rows_of`.
+        rewards: the functions that judge, by short name or dotted path: for `code` an answer may
+            be a list or an object, for `math` it may not be too long to be compared.
 
     Returns:
         Problems whose `metadata` holds the row's columns but the answer's, and `line`, its number
@@ -75,7 +90,12 @@ def read_problems(
     path = Path(path).expanduser()
     problems: list[Problem] = []
     columns: tuple[str, str] | None = None
-    sought = (("question", question, QUESTION_COLUMNS), ("answer", answer, ANSWER_COLUMNS))
+    judges = {path_of(function) for function in rewards}
+    of_tests = (TESTS_COLUMN,) if _CODE in judges else ()
+    sought = (
+        ("question", question, QUESTION_COLUMNS),
+        ("answer", answer, (*ANSWER_COLUMNS, *of_tests)),
+    )
     num_bad, first_bad = 0, ""
     for file, line, read in rows_of(path, splits):
         try:
@@ -88,7 +108,7 @@ def read_problems(
                 columns = asked, told
             if WRONG_ANSWERS[0] in row:
                 row = _lettered(row, *columns, generator("choices", seed, line))
-            problem = _problem(row, *columns, template)
+            problem = _problem(row, *columns, template, judges)
         except BadRowError as reason:
             if on_bad_row == "fail":
                 raise UserError(
@@ -113,8 +133,10 @@ def read_problems(
 
 
 def final_answer(answer: str) -> str:
-    """The right answer alone: what stands after the last `####`, or all of it."""
-    return answer.rpartition("####")[2].strip()
+    """The right answer alone: what stands after the last `####`, else in the last box, else all."""
+    _, marker, after = answer.rpartition("####")
+    _, boxed = (False, None) if marker else last_box(answer)
+    return (after if boxed is None else boxed).strip()
 
 
 def check_template(template: str, key: str = "data.template") -> None:
@@ -189,8 +211,41 @@ def _lettered(
     return {**row, question: asked, answer: letter}
 
 
+def _tests(column: str, tests: Any) -> str:
+    """The tests of a program as the row has them, a list or an object as JSON text."""
+    try:
+        text = tests if isinstance(tests, str) else json.dumps(tests, ensure_ascii=False)
+        read_tests({"answer": text})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRowError(f"{column!r} holds no tests of a program: {error}") from None
+    return text
+
+
+def _gold(column: str, answer: Any, judges: Collection[str]) -> str:
+    """The right answer as it is compared."""
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise BadRowError(f"{column!r} is not finite: {answer}")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    if not isinstance(answer, str):
+        raise BadRowError(f"{column!r} is neither a text nor a number: {answer!r}")
+    gold = final_answer(answer)
+    if not gold:
+        raise BadRowError(f"{column!r} holds no final answer: {answer[-80:]!r}")
+    if _MATH in judges and (length := len(canonical(without_symbols(gold)))) > MAX_ANSWER_CHARS:
+        raise BadRowError(
+            f"{column!r} holds a final answer of {length} characters, more than the "
+            f"{MAX_ANSWER_CHARS} that are compared: {gold[:80]!r}"
+        )
+    return gold
+
+
 def _problem(
-    row: Mapping[str, Any], question_column: str, answer_column: str, template: str
+    row: Mapping[str, Any],
+    question_column: str,
+    answer_column: str,
+    template: str,
+    judges: Collection[str],
 ) -> Problem:
     question, answer = _value(row, question_column), _value(row, answer_column)
     turns = _turns(question)
@@ -198,15 +253,10 @@ def _problem(
         raise BadRowError(f"{question_column!r} is not a text: {question!r}")
     if answer_column.partition(".")[0] not in row:
         raise BadRowError(f"has no {answer_column!r}, only {', '.join(map(repr, row))}")
-    if isinstance(answer, float) and not math.isfinite(answer):
-        raise BadRowError(f"{answer_column!r} is not finite: {answer}")
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        answer = str(answer)
-    if not isinstance(answer, str):
-        raise BadRowError(f"{answer_column!r} is neither a text nor a number: {answer!r}")
-    gold = final_answer(answer)
-    if not gold:
-        raise BadRowError(f"{answer_column!r} holds no final answer: {answer[-80:]!r}")
+    if _CODE in judges and (answer_column == TESTS_COLUMN or TESTS_COLUMN not in row):
+        gold = _tests(answer_column, answer)
+    else:
+        gold = _gold(answer_column, answer, judges)
     prompt = turns[-1]["content"] if turns else template.replace("{question}", question)
     _check_characters(question_column, prompt, *(turn["content"] for turn in turns))
     _check_characters(answer_column, gold)

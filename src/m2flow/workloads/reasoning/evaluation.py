@@ -181,7 +181,7 @@ def _check(asked: Examination) -> None:
 
 
 def _problems(asked: Examination) -> list[Problem]:
-    assert asked.data is not None and asked.template is not None
+    assert asked.data is not None and asked.template is not None and asked.reward is not None
     on_bad_row: OnBadRow = "skip" if asked.skip_bad_rows else "fail"
     return read_problems(
         asked.data,
@@ -192,6 +192,7 @@ def _problems(asked: Examination) -> list[Problem]:
         column_key="--{}-column",
         seed=asked.seed,
         splits=TO_HOLD_OUT,
+        rewards=(asked.reward,),
     )[: asked.limit]
 
 

@@ -44,6 +44,8 @@ def task_of(recipe: ReasoningRecipe, table: Table = TASKS) -> Task:
     settings: dict[str, Any] = {key: getattr(data, key) for key in tasks - OF_PROMPTS}
     settings = {key: value for key, value in settings.items() if value is not None}
     settings["seed"] = recipe.seed
+    if data.task == "jsonl":
+        settings["rewards"] = [part.function for part in _parts_of(recipe, table)]
     for option in data.options:
         if option in settings or option in type(data).model_fields:
             raise UserError(
@@ -79,9 +81,13 @@ def rewards_of(recipe: ReasoningRecipe, table: Table = TASKS) -> tuple[WeightedR
     Raises:
         UserError: a function cannot be imported.
     """
+    return loaded(_parts_of(recipe, table))
+
+
+def _parts_of(recipe: ReasoningRecipe, table: Table) -> Sequence[RewardPart]:
     if recipe.reward is None:
-        return loaded([RewardPart(function=reward_of_task(recipe.data.task, table))])
-    return loaded(recipe.reward)
+        return [RewardPart(function=reward_of_task(recipe.data.task, table))]
+    return recipe.reward
 
 
 def loaded(parts: Sequence[RewardPart], key: str = "reward") -> tuple[WeightedReward, ...]:

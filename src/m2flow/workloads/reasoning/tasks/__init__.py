@@ -60,7 +60,7 @@ def make_task(name: str, table: Table = TASKS, /, **settings: Any) -> Task:
     types = typing.get_type_hints(task_class.__init__)
     for key, value in settings.items():
         if key not in parameters:
-            options = [key for key in parameters if key not in KEYS_OF_TASKS and key != "seed"]
+            options = [key for key in parameters if key not in (*KEYS_OF_TASKS, "seed", "rewards")]
             raise UserError(
                 f"the {name} task has no such option",
                 key=f"data.options.{key}",

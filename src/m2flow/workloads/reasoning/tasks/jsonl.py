@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ class Jsonl:
         template: the prompt, with `{question}` where the question goes.
         on_bad_row: "fail" or "skip", as in `read_problems`.
         question_column, answer_column: as `question` and `answer` of `read_problems`.
+        rewards: the functions that judge, as in `read_problems`.
 
     Raises:
         UserError: what `read_problems` refuses, or nothing left to train on.
@@ -66,6 +67,7 @@ class Jsonl:
         on_bad_row: OnBadRow = "fail",
         question_column: str | None = None,
         answer_column: str | None = None,
+        rewards: Sequence[str] = (),
     ) -> None:
         read = partial(
             read_problems,
@@ -74,6 +76,7 @@ class Jsonl:
             question=question_column,
             answer=answer_column,
             seed=seed,
+            rewards=rewards,
         )
         problems = read(path)
         if eval_path is not None:
