@@ -7,8 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -89,17 +92,57 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 @needs("mlflow")
 def test_mlflow_reads_back_what_was_logged(tmp_path: Path) -> None:
-    offline(tmp_path, WRITE.replace("SERVICE", "mlflow"))
+    offline(tmp_path, WRITE.replace("SERVICE", "mlflow").replace("grad_norm", "grad_norm#2"))
     assert offline(tmp_path, READ_MLFLOW).splitlines() == ["FINISHED run", FOUR]
+
+
+def mlflow_in_place_of_a_server(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """MLflow's client; what it is given stays in it."""
+    client, module = Mock(), Mock()
+    client.search_runs.return_value = []
+    module.MlflowClient.return_value = client
+    module.entities.Metric = lambda key, *_: key
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    return client
+
+
+def test_mlflow_is_given_names_that_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other names it refuses all figures of a step."""
+    client = mlflow_in_place_of_a_server(monkeypatch)
+    log = MlflowLogger(Entry("id", "run", str(tmp_path), {}))
+    log.add(1, {"seconds/x.y#2": 1.0, "loss/</a>\n": 1.0, "eval/pass@4 k-1_b:é": 1.0})
+    names = client.log_batch.call_args.kwargs["metrics"]
+    assert names == ["seconds/x.y_2", "loss/_/a__", "eval/pass_4 k-1_b:é"]
+
+
+def test_what_mlflow_refuses_is_told_when_it_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told at the end of the run, or a thousand steps later."""
+    client = mlflow_in_place_of_a_server(monkeypatch)
+    sent: list[Future[None]] = []
+
+    def log_batch(*_: object, **__: object) -> Any:
+        sent.append(Future())
+        return SimpleNamespace(_operation_futures=[sent[-1]], wait=sent[-1].result)
+
+    client.log_batch.side_effect = log_batch
+    log = MlflowLogger(Entry("id", "run", str(tmp_path), {}))
+    for step in range(4):
+        log.add(step, {"reward/mean": 1.0})
+    sent[0].set_result(None)
+    log.add(4, {"reward/mean": 1.0})
+    sent[1].set_exception(ValueError("Invalid metric name"))
+    with pytest.raises(ValueError, match="Invalid metric name"):
+        log.add(5, {"reward/mean": 1.0})
 
 
 def test_so_many_requests_to_mlflow_are_on_their_way_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, module = Mock(), Mock()
-    client.search_runs.return_value = []
-    module.MlflowClient.return_value = client
-    monkeypatch.setitem(sys.modules, "mlflow", module)
+    client = mlflow_in_place_of_a_server(monkeypatch)
     sent: list[Mock] = []
     client.log_batch.side_effect = lambda *_, **__: sent.append(Mock()) or sent[-1]
     log = MlflowLogger(Entry("id", "run", str(tmp_path), {}))

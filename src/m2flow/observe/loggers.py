@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import time
 import uuid
 from collections import deque
@@ -30,6 +31,9 @@ MLFLOW_BATCH = 1000
 
 MLFLOW_AHEAD = 1000
 """The most requests to MLflow that may be on their way."""
+
+MLFLOW_REFUSED = re.compile(r"[^\w./ :-]")
+"""Characters that MLflow refuses in the name of a figure, such as that of `seconds/x.y#2`."""
 
 
 class Logger(Protocol):
@@ -103,19 +107,32 @@ class MlflowLogger:
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        figures = [self._metric(key, value, now, step) for key, value in metrics.items()]
+        figures = [
+            self._metric(MLFLOW_REFUSED.sub("_", key), value, now, step)
+            for key, value in metrics.items()
+        ]
         for start in range(0, len(figures), MLFLOW_BATCH):
             part = figures[start : start + MLFLOW_BATCH]
             self._await_all_but(MLFLOW_AHEAD - 1)
             self._sent.append(self._client.log_batch(self._run, metrics=part, synchronous=False))
 
     def _await_all_but(self, most: int) -> None:
-        while len(self._sent) > most:  # the client gives up by itself: MLFLOW_HTTP_REQUEST_TIMEOUT
+        """Wait until at most so many requests are open; raise what one that is done failed with.
+
+        The client gives up by itself: MLFLOW_HTTP_REQUEST_TIMEOUT.
+        """
+        while len(self._sent) > most or (self._sent and _is_done(self._sent[0])):
             self._sent.popleft().wait()
 
     def close(self, failed: bool) -> None:
         self._await_all_but(0)
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
+
+
+def _is_done(request: Any) -> bool:
+    """Whether a request to MLflow has been answered, if that can be seen."""
+    futures = getattr(request, "_operation_futures", None)
+    return isinstance(futures, list) and all(future.done() for future in futures)
 
 
 class TrackioLogger:
