@@ -32,6 +32,25 @@ def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
+def test_a_folder_of_runs_is_no_run(tmp_path: Path) -> None:
+    """It was shown as a run that never has a figure."""
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    for found, more in ((None, ""), ("run.json", "; such as runs/first, which is in it")):
+        if found is not None:
+            (tmp_path / "runs" / "first" / found).write_text("{}")
+        done = subprocess.run(
+            [*COMMAND, "runs"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 2
+        said = "error: runs: holds no run; expected a directory that m2flow train wrote"
+        assert done.stderr == f"{said}{more}\n"
+
+
 def test_without_runs_it_says_what_to_name(tmp_path: Path) -> None:
     done = subprocess.run(
         COMMAND, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False

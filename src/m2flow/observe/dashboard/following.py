@@ -98,15 +98,31 @@ def told_apart(paths: Sequence[Path]) -> list[str]:
     return names
 
 
+def check_holds_a_run(folder: Path) -> None:
+    """Refuse a folder that is no run's, such as the one above several runs.
+
+    Raises:
+        UserError: names the newest run in it, if there is one.
+    """
+    if not _holds_a_run(folder):
+        inside = runs_in(folder, most=1)
+        raise UserError(
+            "holds no run",
+            key=str(folder),
+            expected="a directory that m2flow train wrote",
+            hint=f"such as {inside[0]}, which is in it" if inside else None,
+        )
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in MARKS)
+
+
 def runs_in(folder: Path, most: int) -> list[Path]:
     """The run directories in a folder, the newest first."""
     if not folder.is_dir():
         return []
-    found = [
-        path
-        for path in folder.iterdir()
-        if path.is_dir() and any((path / name).exists() for name in MARKS)
-    ]
+    found = [path for path in folder.iterdir() if path.is_dir() and _holds_a_run(path)]
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:most]
 
 

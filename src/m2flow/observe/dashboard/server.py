@@ -19,7 +19,12 @@ from urllib.parse import parse_qs, urlsplit
 
 from m2flow.errors import UserError
 from m2flow.observe.curve_data import curves_of
-from m2flow.observe.dashboard.following import FollowedRun, differing_keys, told_apart
+from m2flow.observe.dashboard.following import (
+    FollowedRun,
+    check_holds_a_run,
+    differing_keys,
+    told_apart,
+)
 from m2flow.observe.jsonl import encode
 from m2flow.observe.page import STATIC, style
 from m2flow.observe.record import read_run
@@ -55,11 +60,13 @@ class Dashboard:
         url: address with the token.
 
     Raises:
-        UserError: a directory is missing, or the port is taken.
+        UserError: a directory is missing or holds no run, or the port is taken.
     """
 
     def __init__(self, run_dirs: Sequence[Path | str], port: int = 0) -> None:
         self.runs = [FollowedRun(path) for path in run_dirs]
+        for run in self.runs:
+            check_holds_a_run(run.directory.path)
         self._names = told_apart([run.directory.path.resolve() for run in self.runs])
         try:
             self._server = _DashboardServer(("127.0.0.1", port), _DashboardHandler)
