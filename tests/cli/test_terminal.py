@@ -53,6 +53,20 @@ def test_json_is_one_object_a_line_and_nothing_else(
     assert end["first"]["eval/accuracy"] == rows[0]["eval/accuracy"]
 
 
+def test_a_terminal_may_know_ascii_alone() -> None:
+    """It was shown an UnicodeEncodeError instead."""
+    done = subprocess.run(
+        [sys.executable, "-m", "m2flow", "recipes"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "60"},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"quickstart " in done.stdout
+    assert b" ?\n" in done.stdout, "the end of what is cut"
+
+
 def test_json_says_that_a_run_failed(
     tiny: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch
 ) -> None:

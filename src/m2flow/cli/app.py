@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 the input is wrong (one line on standard error), 128 + N e
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import shlex
@@ -527,6 +528,8 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Entry point: runs a command, and turns errors into exit codes."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII alone shows a `?`
     is_training = "train" in sys.argv[1:2]
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
