@@ -156,7 +156,7 @@ def test_a_run_goes_on_with_the_samples_that_were_finished(
     asked = Asked(monkeypatch)
     outcome = m2flow("train", tiny, *WORDS, "--run-dir", "run", "--resume")
     assert outcome.code == 0, outcome.err
-    words = str(step) if first == step else f"{first} to {step}"
+    words = str(step + 1) if first == step else f"{first + 1} to {step + 1}"
     assert f"rollouts of step {words} are there: they are not made again" in outcome.out
     expected = {n: SAMPLES - len(there.get(n, ())) for n in range(first, STEPS)}
     assert asked.samples == Counter({n: count for n, count in expected.items() if count})

@@ -263,7 +263,8 @@ class Training:
         if steps and steps[0] > self.first_step:  # of a future that is abandoned
             self._journal.remove()
         elif steps:
-            words = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+            first, last = steps[0] + 1, steps[-1] + 1  # as everything else tells them, from 1
+            words = f"{first}" if first == last else f"{first} to {last}"
             self.progress.note(f"rollouts of step {words} are there: they are not made again")
         run.keep_rollouts(self._journal)
 
