@@ -447,9 +447,7 @@ def test_a_directory_that_nobody_can_make(tiny: Path, refused: Refused, path: st
 
 
 @pytest.mark.parametrize("length", [236, 300])
-def test_a_name_that_is_too_long_for_a_directory(
-    tiny: Path, refused: Refused, length: int
-) -> None:
+def test_a_name_that_is_too_long_for_a_directory(tiny: Path, refused: Refused, length: int) -> None:
     """It was a traceback, after everything had been loaded."""
     line = refused("train", tiny, f"name={'x' * length}")
     assert line.startswith("name: names no directory: File name too long (got 'xxx")

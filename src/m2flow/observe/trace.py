@@ -114,8 +114,9 @@ def _checked(trace: Mapping[str, Any]) -> Trace:
         ValueError: one is not, or the account of a lane lacks a term.
     """
     checked = from_json(Trace, json.dumps(trace), "timeline", ignore=("began",))
-    spans = [span for step in checked.steps for span in step.spans]
-    moments = [moment for one in (*checked.steps, *spans) for moment in (one.start, one.end)]
+    moments = [moment for step in checked.steps for moment in (step.start, step.end)]
+    for step in checked.steps:
+        moments += [moment for span in step.spans for moment in (span.start, span.end)]
     for total in checked.totals:
         moments += [total.seconds, *total.stages.values(), *total.beside.values()]
         if total.beside.keys() != set(TERM_OF.values()):

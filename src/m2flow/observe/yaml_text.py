@@ -57,16 +57,15 @@ def plain(value: Any) -> Any:
 class NumberLoader(yaml.SafeLoader):
     """Reads numbers as this module says, and all else as YAML 1.1."""
 
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (INT, FLOAT)]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
 
 class _Dumper(yaml.SafeDumper):
     """Quotes text that a reader could take for a number."""
 
 
+NumberLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (INT, FLOAT)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 for _class in (NumberLoader, _Dumper):
     _class.add_implicit_resolver(INT, _INT, list("-+0123456789"))
     _class.add_implicit_resolver(FLOAT, _FLOAT, list("-+.0123456789"))
