@@ -555,6 +555,22 @@ def test_rows_that_a_base_model_cannot_write_are_refused_before_a_run(
         ReasoningExperiment(tiny_recipe(data=data, warmup={"steps": 0}))
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo", "reinforce++"])
+def test_no_group_is_unfilled_where_none_is_compared(
+    name: str, tiny_recipe: MakeRecipe, data_file: Path
+) -> None:
+    """With one sample of a prompt every group was one that teaches nothing."""
+    size = 2 if name == "grpo" else 1
+    recipe = tiny_recipe(
+        **jsonl(data_file, curriculum={}), algorithm={"name": name}, samples_per_prompt=size
+    )
+    output = OUTPUT.with_columns(tried=[()] * 6, problem=[1, 1, 2, 2, 3, 3])
+    figures = ReasoningExperiment(recipe).metrics(of_output(output))
+    assert figures["sampling/prompts"] == 6 / size
+    assert ("sampling/unfilled_share" in figures) == (name == "grpo")
+    assert figures.get("sampling/unfilled_share", 2 / 3) == pytest.approx(2 / 3)
+
+
 def test_figures_of_a_step(tiny_recipe: MakeRecipe) -> None:
     result = StepResult(
         step=0,

@@ -416,15 +416,21 @@ class ReasoningExperiment:
             going_on = sum(one is not None for one in begun)
             figures["sampling/carried_share"] = going_on / len(begun)
         elif self._sampler is not None:
-            of_problems = sampling_figures(output, self.recipe.samples_per_prompt)
+            group = self.recipe.samples_per_prompt
+            of_problems = sampling_figures(output, group, self._compares)
             figures |= of_problems | self._sampler.figures_of(result.step)
         for name, value in result.metrics.items():
             figures[METRIC_NAMES.get(name, name if "/" in name else f"train/{name}")] = value
         return figures
 
+    @property
+    def _compares(self) -> bool:
+        """Whether the algorithm compares the samples of a prompt."""
+        return self.recipe.algorithm.name in OF_GROUPS
+
     def _figures_of(self, output: Batch, step: int) -> dict[str, float]:
-        compares = self.recipe.algorithm.name in OF_GROUPS
-        figures = sample_figures(output, self.recipe.samples_per_prompt if compares else None)
+        group = self.recipe.samples_per_prompt if self._compares else None
+        figures = sample_figures(output, group)
         if self.recipe.verifies and "verified" in output:  # of functions, whatever models add
             right = [worth >= 1.0 for worth in output["verified"] if worth is not None]
             figures["accuracy/mean"] = sum(right) / len(right) if right else math.nan

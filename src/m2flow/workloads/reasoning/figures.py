@@ -80,15 +80,21 @@ def rounds_of(output: Batch, group_size: int) -> list[list[tuple[int, float | No
     return [[*output[TRIED][row], (output[NUMBER][row], last[row])] for row in firsts]
 
 
-def sampling_figures(output: Batch, group_size: int) -> dict[str, float]:
-    """How many prompts it took, and how many slots still have a group that teaches nothing."""
+def sampling_figures(output: Batch, group_size: int, compares: bool) -> dict[str, float]:
+    """How many prompts it took, and how many slots still have a group that teaches nothing.
+
+    Args:
+        output: the samples of each slot, one slot after another.
+        group_size: samples of a slot.
+        compares: whether the algorithm compares the samples of a slot; else none teaches nothing.
+    """
     found = rounds_of(output, group_size)
+    figures = {"sampling/prompts": float(sum(map(len, found)))}
+    if not compares:
+        return figures
     worth = output["verified"] if "verified" in output else output["reward"]
     unfilled = 0
     for first in range(0, len(output), group_size):
         group = range(first, first + group_size)
         unfilled += len({worth[row] for row in group if not output["failure"][row]}) <= 1
-    return {
-        "sampling/prompts": float(sum(map(len, found))),
-        "sampling/unfilled_share": unfilled / len(found),
-    }
+    return figures | {"sampling/unfilled_share": unfilled / len(found)}
