@@ -253,8 +253,14 @@ def test_minibatch_in_which_no_token_counts_takes_no_step(
     trainer = PolicyTrainer(make_model(), GRPOLoss(), CONFIG)
     before = weights(trainer)
     trainer.fold(TokenRollouts.from_rows([[1], [2]], [[], []], [[], []], [1.0, 2.0]))
-    assert trainer.finish()["steps"] == 0
+    figures = trainer.finish()
+    assert figures["steps"] == 0
     assert torch.equal(weights(trainer), before)
+    assert figures.keys() == {
+        "steps", "samples", "samples_dropped", "tokens", "tokens_trained", "tokens_computed"
+    }, "0 is no loss, gradient or learning rate of a step that was not taken"  # fmt: skip
+    trainer.fold(make_rollouts())
+    assert figures.keys() < trainer.finish().keys()
 
 
 def test_logprobs_are_those_of_a_plain_forward_pass(

@@ -138,6 +138,17 @@ def test_figures() -> None:
     assert figures["clip_fraction"] == 0
 
 
+def test_a_minibatch_in_which_no_token_counts_has_no_figure_of_a_step() -> None:
+    """A loss of 0, and a critic that explains nothing, had counted among those of real steps."""
+    some = trainer()
+    before = [parameter.detach().clone() for parameter in some.model.parameters()]
+    some.fold(part(targets(), [3]))
+    assert some.finish() == {"tokens_computed": 0.0, "steps": 0.0}
+    assert all(map(torch.equal, before, some.model.parameters()))
+    some.fold(targets())
+    assert some.finish()["steps"] == 1
+
+
 def test_a_critic_learns_what_it_is_told() -> None:
     some = trainer(algorithm=CriticLoss(value_clip=None))
     wanted = targets(torch.arange(12, dtype=torch.float64) / 12)

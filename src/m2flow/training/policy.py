@@ -152,7 +152,7 @@ class PolicyTrainer(SummingTrainer):
             `behaviour_entropy` (minus the mean log-probability at sampling, over all tokens),
             `tokens`, `samples`, `samples_dropped`, `tokens_trained`, `tokens_computed` (after
             sharing), and `steps` (0 where no token counted, so that no step was taken, else 1).
-            Means over no token are left out.
+            Figures of a step that was not taken, and means over no token, are left out.
 
         Raises:
             NotFinite: the loss, a gradient or a column that was folded in is NaN or infinite; no

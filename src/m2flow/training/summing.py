@@ -113,6 +113,8 @@ class SummingTrainer:
     def step(self, all_reduce: AllReduce | None) -> tuple[dict[str, float], dict[str, float]]:
         """One optimizer step; the sums of all replicas, which begin anew here, and its figures.
 
+        There are no figures where nothing was learnt from, so that no step was taken.
+
         Raises:
             NotFinite: the loss, a gradient or a column is NaN or infinite; no step was taken.
         """
@@ -126,8 +128,10 @@ class SummingTrainer:
         except NotFinite as error:
             raise NotFinite(f"{error}; {spoilt}" if spoilt else str(error)) from None
         totals: dict[str, float] = dict(zip(self._names, result.sums.tolist(), strict=True))
+        if not totals["denominator"]:
+            return totals, {}
         return totals, {
-            "loss": totals["loss"] / max(totals["denominator"], 1.0),
+            "loss": totals["loss"] / totals["denominator"],
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
         }

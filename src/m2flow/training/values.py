@@ -133,19 +133,23 @@ class ValueTrainer(SummingTrainer):
             Figures of the whole mini-batch, the same on every lane: `loss`, `grad_norm` before
             clipping, `learning_rate`, `clip_fraction` of the tokens, `value` and `return` (means
             over tokens, at the start of the step), `explained_variance`, `tokens_computed` (after
-            sharing).
+            sharing), and `steps`; the last two alone where no token counted, so that no step was
+            taken.
 
         Raises:
             NotFinite: the loss, a gradient or a column that was folded in is NaN or infinite; no
                 step was taken.
         """
         totals, figures = self.step(all_reduce)
-        tokens = max(totals["tokens"], 1.0)
+        counts = {"tokens_computed": totals["tokens_computed"], "steps": float(bool(figures))}
+        if not figures:
+            return counts
+        tokens = totals["tokens"]
         return {
             **figures,
             **{name: totals[name] / tokens for name in ("clip_fraction", "value", "return")},
-            "explained_variance": explained_variance(totals, totals["tokens"]),
-            "tokens_computed": totals["tokens_computed"],
+            "explained_variance": explained_variance(totals, tokens),
+            **counts,
         }
 
     def _values_of(self, microbatch: Pack) -> Tensor:

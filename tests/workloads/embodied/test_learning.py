@@ -323,9 +323,21 @@ def test_after_the_critic_has_warmed_up_the_policy_begins_as_a_fresh_one() -> No
 def test_mini_batches_without_a_turn_have_no_ratio() -> None:
     """Figures of nothing are left out of the means: they would read 0."""
     recipe: Any = read_recipe({**RECIPE, "update": {"epochs": 1, "minibatches": 64}})
-    figures = PolicyUpdate(policy("gaussian"), recipe).run(rollouts("gaussian", whole=True), None)
+    update = PolicyUpdate(policy("gaussian"), recipe)
+    norms, step = [], update.optimizer.step
+
+    def noted(*arguments: Any) -> Any:
+        taken = step(*arguments)
+        norms.append(taken.grad_norm)
+        return taken
+
+    update.optimizer.step = noted  # type: ignore[method-assign]
+    figures = update.run(rollouts("gaussian", whole=True), None)
     assert figures["ratio"] > 0.5
     assert figures["entropy"] > 0.5
+    taken = [norm for norm in norms if norm]
+    assert 0 < len(taken) == update.optimizer.num_steps < len(norms) == 64
+    assert figures["grad_norm"] == pytest.approx(sum(taken) / len(taken))
 
 
 @pytest.mark.parametrize("credit", ["chunk", "action"])

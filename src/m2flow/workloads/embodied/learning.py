@@ -195,17 +195,19 @@ class PolicyUpdate:
         )
 
     def _step(self, sums: Tensor, all_reduce: AllReduce | None) -> dict[str, float]:
-        """One optimizer step; its figures, of which a mini-batch without a turn has few."""
+        """One optimizer step; its figures, of a mini-batch without a turn `turns` alone."""
         if self._critic_alone:  # of all that an action depends on, the gradient is dropped
             self.optimizer.zero_but(self.policy.critic_parameters())
         of_wholes = all_reduce if self._shards.size == 1 else None
         step = self.optimizer.step(sums, SUMS.index("denominator"), of_wholes)
         totals = dict(zip(SUMS, step.sums.tolist(), strict=True))
         count, turns = totals["counted"], totals["turns"]
-        found = {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate, "turns": turns}
         if not count:
-            return found
-        found |= {
+            return {"turns": turns}
+        found = {
+            "turns": turns,
+            "grad_norm": step.grad_norm,
+            "learning_rate": step.learning_rate,
             "loss": totals["loss"] / totals["denominator"],
             "policy_loss": totals["policy"] / count,
             "entropy": totals["entropy"] / count,
