@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -47,7 +47,7 @@ _FUNCTIONS = {"raise_exception", _CLOCK}
 class _Generation(Extension):
     """Reads the block `generation`, which transformers adds to the language, as what is in it."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012, of the instance in what it extends
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
