@@ -450,7 +450,7 @@ def test_a_directory_that_nobody_can_make(tiny: Path, refused: Refused, path: st
 def test_a_name_that_is_too_long_for_a_directory(tiny: Path, refused: Refused, length: int) -> None:
     """It was a traceback, after everything had been loaded."""
     line = refused("train", tiny, f"name={'x' * length}")
-    assert line.startswith("name: names no directory: File name too long (got 'xxx")
+    assert line.startswith("name: is too long for the name of a directory (got 'xxx")
     assert line.endswith("shorten it, or name a directory with --run-dir")
 
 

@@ -79,7 +79,7 @@ def _is_bound(name: str) -> bool:
 
 
 def _called(found: Sequence[Figures]) -> list[str]:
-    """What each data set is called: its file, without what all of them can do without."""
+    """What each data set is called: its file's stem, with as much of the path as tells it apart."""
     from m2flow.observe.dashboard.following import told_apart
 
     files = [Path(str(one["data"])) for one in found if one.get("data") is not None]

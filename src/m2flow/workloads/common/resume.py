@@ -6,6 +6,7 @@ never touches another one, and a resumed run goes on as it began, from a checkpo
 
 from __future__ import annotations
 
+import errno
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -121,12 +122,19 @@ def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
 
 
 def _check_name(folder: Path, name: str) -> None:
-    """Refuse a name of which the file system makes no folder."""
+    """Refuse a name that is too long for the file system.
+
+    Raises:
+        UserError: it is.
+        OSError: nothing can be written in the folder.
+    """
     try:
         (folder / default_name(name, now=None, suffix=999)).mkdir()
     except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
         raise UserError(
-            f"names no directory: {error.strerror}",
+            "is too long for the name of a directory",
             key="name",
             value=name,
             hint="shorten it, or name a directory with --run-dir",

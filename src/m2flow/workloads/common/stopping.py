@@ -101,8 +101,8 @@ class Stopping:
             self._interrupting = True
             os.kill(os.getpid(), self.asked)
 
-    def _after(self, seconds: float, do: Callable[..., None], *arguments: object) -> None:
-        self._timer = threading.Timer(seconds, do, arguments)
+    def _after(self, seconds: float, do: Callable[[], None]) -> None:
+        self._timer = threading.Timer(seconds, do)
         self._timer.daemon = True
         self._timer.start()
 
