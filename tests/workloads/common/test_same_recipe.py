@@ -37,6 +37,47 @@ def test_what_changes_the_run_is_refused(
     assert str(refused.value.key).startswith(key)
 
 
+def test_what_may_change_is_a_key_of_a_recipe() -> None:
+    recipes = (ReasoningRecipe, AgenticRecipe, EmbodiedRecipe)
+    known = {key for recipe in recipes for key in keys_of(recipe)}
+    assert known >= MAY_CHANGE
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of a recipe, and of its sections."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from keys_of(kind, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize(
+    ("key", "now"),
+    [
+        ("training.gradient_checkpointing", True),
+        ("training.optimizer_on_host", True),
+        ("training.sharing", "none"),
+        ("training.fused_kernels", False),
+        ("generation.cache_gb", 8.0),
+        ("generation.max_running", 64),
+        ("generation.captured_decode", False),
+        ("judge.cache_gb", 8.0),
+        ("judge.max_running", 64),
+    ],
+)
+def test_a_run_goes_on_with_settings_that_need_less(key: str, now: Any) -> None:
+    """One that ran out of memory could not be resumed with them."""
+    section, _, name = key.partition(".")
+    of_judge = {"path": "judge"} if section == "judge" else {}
+    before, after = (
+        ReasoningRecipe.model_validate({section: of_judge | more}).model_dump(mode="json")
+        for more in ({}, {name: now})
+    )
+    assert before != after
+    _check_same(before, after)
+
+
 def free_tables(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Keys of a recipe that hold tables whose keys the user chooses."""
     for name, field in model.model_fields.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,6 +20,7 @@ from m2flow.models.causal_lm import load_model
 from m2flow.plan import build_plan, parse_lanes
 from m2flow.runtime.driver.launch import launch
 from m2flow.training import trainer_state
+from m2flow.workloads.common.resume import MAY_CHANGE, check_directory
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.flow import saved
@@ -181,6 +183,50 @@ def test_resumed_with_generation_a_step_ahead(
     assert after.versions == straight.versions[STOP:]
     for name, value in straight.weights.items():
         torch.testing.assert_close(after.weights[name], value, rtol=1e-9, atol=1e-9)
+
+
+FREELY: dict[str, Any] = {
+    "training": {
+        "tokens_per_microbatch": 512, "sharing": "prefix", "gradient_checkpointing": False,
+        "optimizer_on_host": False, "fused_kernels": None,
+    },
+    "generation": {"max_running": 256, "cache_gb": None, "captured_decode": True},
+}  # fmt: skip
+LEAN: dict[str, Any] = {
+    "training": {
+        "tokens_per_microbatch": 40, "sharing": "none", "gradient_checkpointing": True,
+        "optimizer_on_host": True, "fused_kernels": False,
+    },
+    "generation": {"max_running": 3, "cache_gb": 2e-5, "captured_decode": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "variant", ["quick start", pytest.param("a critic", marks=pytest.mark.slow)]
+)
+def test_a_run_goes_on_with_settings_that_need_less_memory_and_back(
+    variant: str, tiny_recipe: MakeRecipe, warmed: ModelSource, tmp_path: Path, one_thread: None
+) -> None:
+    """The same answers are drawn; weights differ by rounding."""
+    more, less = (
+        tiny_recipe(model={"dtype": "float64"}, **{**VARIANTS[variant], **settings})
+        for settings in (FREELY, LEAN)
+    )
+    for section, settings in LEAN.items():
+        assert settings.keys() <= {key.partition(".")[2] for key in MAY_CHANGE if section in key}
+    model = ModelSource(warmed.path, "float64")
+    straight = stretch(more, model, tmp_path / "straight", 0, STEPS)
+    for name, first, last in (("down", more, less), ("up", less, more)):
+        folder = tmp_path / name
+        begun = stretch(first, model, folder, 0, STOP)
+        (folder / "config.yaml").write_text(json.dumps(first.model_dump(mode="json")))
+        check_directory(last, folder, resume=True)
+        after = stretch(last, model, folder, STOP, STEPS, folder / f"step_{STOP:06d}")
+        assert begun.rewards + after.rewards == straight.rewards
+        assert after.weights.keys() == straight.weights.keys()
+        for parameter, value in straight.weights.items():
+            torch.testing.assert_close(after.weights[parameter], value, rtol=1e-7, atol=1e-9)
+    assert any(not x.equal(begun.weights[name]) for name, x in straight.weights.items())
 
 
 def test_the_trainer_s_state_matters(

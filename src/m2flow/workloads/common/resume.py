@@ -22,7 +22,10 @@ MAY_CHANGE = {
     "steps", "mode", "lanes", "lane_memory", "layouts", "deadline_seconds",
     "load_deadline_seconds", "grace_seconds", "lane_restarts", "elastic", "spare_lanes",
     "snapshot_every", "max_skipped_updates", "journal_gb", "logger", "samples_logged_per_step",
-    "evaluation", "checkpoint", "training.tokens_per_microbatch", "update.turns_per_microbatch",
+    "evaluation", "checkpoint", "training.tokens_per_microbatch", "training.sharing",
+    "training.gradient_checkpointing", "training.optimizer_on_host", "training.fused_kernels",
+    "generation.max_running", "generation.cache_gb", "generation.captured_decode",
+    "judge.max_running", "judge.cache_gb", "update.turns_per_microbatch",
 }  # fmt: skip
 """Keys that may differ when a run is resumed: they change no weight, but by rounding."""
 
