@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ RIGHT = "So:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 WRONG = RIGHT.replace("+", "-")
 ASSERTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 READS = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+PATIENT = replace(sandbox.LIMITS, seconds=120.0)
 PAIRS = {"inputs": ["3 4\n", "10 -2\n"], "outputs": ["7\n", "8"]}
 
 
@@ -103,10 +105,11 @@ def test_the_many_tests_of_a_row_share_a_sandbox(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(sandbox.subprocess, "Popen", counted)
     pairs = {"inputs": [f"{n} 1" for n in range(20)], "outputs": list(range(1, 21))}
-    assert reward(READS, {"tests": pairs}) == 1.0
+    source, tests = program_in(READS), read_tests({"tests": pairs})
+    assert source is not None
+    assert code.passes(source, tests, PATIENT)
     assert len(started) == 1
-    pairs["outputs"][19] = 7
-    assert reward(READS, {"tests": pairs}) == 0.0
+    assert not code.passes(source, [*tests[:19], ("20 1", "7")], PATIENT)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_the_many_tests_of_a_row_share_a_sandbox(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_a_test_finds_nothing_of_those_before_it(trace: str) -> None:
-    assert reward(READS.replace("```python\n", f"```python\n{trace}"), {"tests": PAIRS}) == 1.0
+    assert code.passes(f"{trace}{program_in(READS)}", read_tests({"tests": PAIRS}), PATIENT)
 
 
 def test_a_program_has_so_many_seconds_for_all_tests(monkeypatch: pytest.MonkeyPatch) -> None:
