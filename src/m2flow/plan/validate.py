@@ -200,18 +200,15 @@ def _check_layout(worker: str, placement: Placement, declared: Collection[Layout
 
 def _check_gang_sizes(worker: str, placement: Placement, declared: Collection[Layout]) -> None:
     """Refuse gangs of so many lanes as no layout has that the worker can have."""
-    possible = sorted({one.lanes for one in declared if one.obstacle() is None})
-    for gang in placement.replicas:
-        size = len(gang)
-        if size in possible:
-            continue
+    possible = {one.lanes for one in declared if one.obstacle() is None}
+    for size in sorted({len(gang) for gang in placement.replicas} - possible):
         obstacles = (one.obstacle() for one in declared if one.lanes == size)
-        lanes = " or ".join(map(str, possible))
+        lanes = " or ".join(map(str, sorted(possible)))
         raise PlanError(
             next(obstacles, None) or f"the worker has no layout of {size} lanes",
             key=f"placements.{worker}.replicas",
             value=placement.replicas,
-            expected=f"replicas of {lanes} lane{'' if possible == [1] else 's'}",
+            expected=f"replicas of {lanes} lane{'' if possible == {1} else 's'}",
         )
 
 
