@@ -16,7 +16,8 @@ import pytest
 
 from m2flow.errors import UserError
 from m2flow.observe.dashboard import Dashboard
-from m2flow.observe.dashboard.following import FollowedRun, differing_keys, runs_in, told_apart
+from m2flow.observe.dashboard.following import FollowedRun, differing_keys, runs_in
+from m2flow.observe.formatting import told_apart
 from m2flow.observe.run_directory import RunDirectory
 from tests.observe.conftest import write_fake_run
 from tests.runtime.transport.strangers import check_nobody_waits

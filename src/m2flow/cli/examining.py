@@ -80,7 +80,7 @@ def _is_bound(name: str) -> bool:
 
 def _called(found: Sequence[Figures]) -> list[str]:
     """What each data set is called: its file's stem, with as much of the path as tells it apart."""
-    from m2flow.observe.dashboard.following import told_apart
+    from m2flow.observe.formatting import told_apart
 
     files = [Path(str(one["data"])) for one in found if one.get("data") is not None]
     stems = [file.parent / file.stem for file in files]

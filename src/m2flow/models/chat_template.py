@@ -47,7 +47,7 @@ _FUNCTIONS = {"raise_exception", _CLOCK}
 class _Generation(Extension):
     """Reads the block `generation`, which transformers adds to the language, as what is in it."""
 
-    tags = {"generation"}  # noqa: RUF012, of the instance in what it extends
+    tags = {"generation"}  # noqa: RUF012, jinja2 declares it without ClassVar
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

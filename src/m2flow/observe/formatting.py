@@ -1,9 +1,11 @@
-"""How numbers, amounts and durations are written wherever a person reads them."""
+"""How numbers, amounts, durations and paths are written wherever a person reads them."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 
 def number(value: float) -> str:
@@ -67,3 +69,14 @@ def percent(share: float) -> str:
     """A share of one as a percentage: 0 %, 0.4 %, 12 %."""
     value = 100 * share
     return f"{value:.1f} %" if 0 < abs(value) < 1 else f"{value:.0f} %"
+
+
+def told_apart(paths: Sequence[Path]) -> list[str]:
+    """Names of paths, with as many parents as it takes for no two to be alike."""
+    for depth in range(1, max((len(path.parts) for path in paths), default=1) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    else:
+        names = [str(path) for path in paths]
+    return names

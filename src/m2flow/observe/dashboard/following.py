@@ -87,17 +87,6 @@ def differing_keys(configurations: Sequence[Mapping[str, str]]) -> dict[str, lis
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
-def told_apart(paths: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many parents as it takes for no two to be alike."""
-    for depth in range(1, max((len(path.parts) for path in paths), default=1) + 1):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(set(paths)):
-            break
-    else:
-        names = [str(path) for path in paths]
-    return names
-
-
 def check_holds_a_run(folder: Path) -> None:
     """Refuse a folder that is no run's, such as the one above several runs.
 

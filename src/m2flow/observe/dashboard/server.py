@@ -23,8 +23,8 @@ from m2flow.observe.dashboard.following import (
     FollowedRun,
     check_holds_a_run,
     differing_keys,
-    told_apart,
 )
+from m2flow.observe.formatting import told_apart
 from m2flow.observe.jsonl import encode
 from m2flow.observe.page import STATIC, style
 from m2flow.observe.record import read_run
