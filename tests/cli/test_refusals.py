@@ -263,7 +263,7 @@ def test_malformed_lines_may_be_skipped(tiny: Path, m2flow: M2flow) -> None:
         ([], ["data.jsonl", "no rows"]),
         ([{"text": "2+3", "answer": "5"}], ["data.jsonl:1", "question", "'text'"]),
         ([{"question": "2+3"}], ["data.jsonl:1", "answer"]),
-        ([{"question": "2+3", "answer": "5"}], ["data.options.held_out_rows", "1 rows"]),
+        ([{"question": "2+3", "answer": "5"}], ["data.options.held_out_rows", "a single row"]),
     ],
 )
 def test_a_file_without_problems(

@@ -409,7 +409,7 @@ def plans(draw: Draw, graph: FlowGraph, num_items: int, max_lanes: int = 4) -> P
         edges,
         order=tuple(names[: draw(st.integers(0, len(names)))]),
         max_staleness=draw(st.integers(0, 3)),
-        deadline_seconds=1e9,
+        deadline_seconds=1e6,
         fuse_loops=draw(st.integers(0, 3)) > 0,
     )
     return _fitting(graph, plan, num_items)

@@ -130,8 +130,8 @@ def test_an_update_that_its_owner_does_not_finish_poisons_it(
     """Such as memory that runs out between two pieces."""
     whole = vllm_transfer.updates
 
-    def cut(weights: Mapping[str, Tensor], device: str) -> Iterator[dict[str, Any]]:
-        yield next(whole(weights, device))
+    def cut(weights: Mapping[str, Tensor], *others: Any) -> Iterator[dict[str, Any]]:
+        yield next(whole(weights, *others))
         raise torch.OutOfMemoryError("of the device")
 
     monkeypatch.setattr(vllm_transfer, "updates", cut)

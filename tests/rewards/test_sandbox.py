@@ -54,14 +54,36 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(sandbox, "find_way", lambda: request.param)
     yield
     deadline = time.monotonic() + 5
-    while left := [line for line in processes() if "program.py" in line]:
+    while left := programs():
         assert time.monotonic() < deadline, left
 
 
-def processes() -> list[str]:
-    words = ["ps", "-eww", "-o", "args"]  # whole lines, however wide a terminal is said to be
+def programs() -> list[str]:
+    """Programs that this process has begun, or that nobody is the parent of any more.
+
+    Other tests may run some of their own meanwhile.
+    """
+    everything = processes()
+    parents = {process: parent for process, parent, _ in everything}
+    running = {process: args for process, _, args in everything if "program.py" in args}
+
+    def is_mine(process: int) -> bool:
+        above, begun_by = process, None
+        while above in parents and above != os.getpid():
+            if begun_by is None and above not in running:
+                begun_by = above
+            above = parents[above]
+        return above == os.getpid() or begun_by in (None, 1)
+
+    return [line for process, line in running.items() if is_mine(process)]
+
+
+def processes() -> list[tuple[int, int, str]]:
+    """The number of each process of the machine, its parent's, and its words."""
+    words = ["ps", "-eww", "-o", "pid=,ppid=,args="]  # whole lines, however wide a terminal is
     found = subprocess.run(words, capture_output=True, text=True, check=True)
-    return found.stdout.splitlines()
+    rows = [line.split(maxsplit=2) for line in found.stdout.splitlines()]
+    return [(int(row[0]), int(row[1]), row[2] if len(row) > 2 else "") for row in rows]
 
 
 def refused(source: str, limits: Limits = QUICK) -> ProgramOutcome:
@@ -84,7 +106,7 @@ def test_a_program_ends_with_the_process_that_runs_it() -> None:
     """Killed without a word, it left a program that sleeps to itself."""
     host = subprocess.Popen([sys.executable, "-c", HOST, sandbox.find_way().name])
     deadline = time.monotonic() + 60
-    while not any(line.startswith(f"{sandbox.PYTHON}/bin/") for line in processes()):
+    while not any(args.startswith(f"{sandbox.PYTHON}/bin/") for _, _, args in processes()):
         assert time.monotonic() < deadline
         assert host.poll() is None
         time.sleep(0.1)
