@@ -208,7 +208,7 @@ def tell_all_of_its_job(run: Started, number: int) -> None:
     [
         (signal.SIGTERM, lambda run, number: run.process.send_signal(number)),
         (signal.SIGTERM, tell_all_of_its_job),
-        (signal.SIGHUP, tell_its_group),
+        pytest.param(signal.SIGHUP, tell_its_group, marks=pytest.mark.slow),
     ],
     ids=["TERM", "TERM-job", "HUP"],
 )

@@ -138,7 +138,15 @@ def test_logits_that_are_no_distribution_are_told(wrong: float) -> None:
     assert logprobs.isfinite().tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "mistral-window"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2",
+        pytest.param("qwen3", marks=pytest.mark.slow),
+        "gemma2",
+        pytest.param("mistral-window", marks=pytest.mark.slow),
+    ],
+)
 def test_an_engine_draws_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them at once; rows come and go."""
     model = small_model(name).float()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -39,6 +41,11 @@ PROBLEMS = 60
 CASES = 500
 
 
+def but_the_first_slow(cases: Sequence[int]) -> list[Any]:
+    """Cases of a test, all but the first marked as slow."""
+    return [cases[0], *(pytest.param(case, marks=pytest.mark.slow) for case in cases[1:])]
+
+
 def seconds(case: Case, plan: Plan, steps: int = 3) -> float:
     return float(simulate(case.graph, plan, case.profile, case.num_items, steps=steps).seconds)
 
@@ -60,7 +67,7 @@ def gap(seed: int) -> float:
 
 
 def test_nearly_as_good_as_brute_force() -> None:
-    gaps = [gap(seed) for seed in range(10)]
+    gaps = [gap(seed) for seed in range(4)]
     assert sum(gaps) / len(gaps) <= 0.01
     assert max(gaps) <= 0.07
 
@@ -75,7 +82,7 @@ def test_nearly_as_good_as_brute_force_in_all_cases() -> None:
 # --- against plans that are at hand ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", range(0, PROBLEMS, 10))
+@pytest.mark.parametrize("first", but_the_first_slow(range(0, PROBLEMS, 10)))
 def test_no_fixed_mode_random_plan_or_finer_plan_is_much_faster(first: int) -> None:
     for seed in range(first, first + 10):
         case = draw(10_000 + seed, most_lanes=8)
@@ -127,7 +134,7 @@ def finer(case: Case, plan: Plan) -> list[Draft]:
     return [*halves, replace(draft, pieces=tuple(2 * pieces for pieces in draft.pieces))]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*but_the_first_slow((0, 1, 2)), *range(3, 8)])
 def test_more_lanes_give_no_slower_plan(seed: int) -> None:
     case, before = draw(20_000 + seed, most_lanes=2), float("inf")
     for count in range(1, 6):

@@ -93,7 +93,9 @@ def test_the_eager_run_uses_tools_and_learns(eager: Outcome, warmed: ModelSource
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("mode", ["collocated", "disaggregated", "hybrid"])
+@pytest.mark.parametrize(
+    "mode", ["collocated", "disaggregated", pytest.param("hybrid", marks=pytest.mark.slow)]
+)
 def test_mode_changes_nothing(mode: str, experiment: AgenticExperiment, eager: Outcome) -> None:
     texts, advantages, weights = outcome_of(experiment, mode)
     assert texts == eager[0]

@@ -281,10 +281,13 @@ def test_rollouts_of_a_step_that_failed_hold_no_environment() -> None:
     "environment",
     [
         {"name": "table:red", "options": {"privileged": True}, "processes": 2},
-        {
-            "name": CARTPOLE, "options": {"max_episode_steps": 4}, "processes": 2,
-            "steps_aside": True,
-        },
+        pytest.param(
+            {
+                "name": CARTPOLE, "options": {"max_episode_steps": 4}, "processes": 2,
+                "steps_aside": True,
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["saved", "replayed"],
 )  # fmt: skip

@@ -23,6 +23,7 @@ from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.workers import ModelSource
 
 STEPS = 3
+SLOW = pytest.mark.slow
 GANGS = {"generator": Layout("tp2", 2), "learner": Layout("fsdp2", 2)}
 
 
@@ -132,16 +133,24 @@ def test_eager_run_has_something_to_learn_from(eager: Outcome, model: ModelSourc
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
-    ("mode", "num_replicas", "layouts"),
+    ("experiment", "mode", "num_replicas", "layouts"),
     [
-        ("collocated", 2, {}),
-        ("disaggregated", 1, {}),
-        ("hybrid", 2, {}),
-        ("collocated", 2, {"generator": Layout("tp2", 2)}),
-        ("collocated", 2, GANGS),
-        ("collocated", 2, {"learner": Layout("tp2", 2)}),
-        pytest.param("collocated", 2, {"learner": Layout("cp2", 2)}, marks=pytest.mark.slow),
+        ("grpo", "collocated", 2, {}),
+        ("grpo", "disaggregated", 1, {}),
+        ("grpo", "hybrid", 2, {}),
+        ("grpo", "collocated", 2, {"generator": Layout("tp2", 2)}),
+        ("grpo", "collocated", 2, GANGS),
+        ("grpo", "collocated", 2, {"learner": Layout("tp2", 2)}),
+        pytest.param("grpo", "collocated", 2, {"learner": Layout("cp2", 2)}, marks=SLOW),
+        pytest.param("ppo", "collocated", 2, {}, marks=SLOW),
+        ("ppo", "disaggregated", 1, {}),
+        pytest.param("ppo", "hybrid", 2, {}, marks=SLOW),
+        pytest.param("ppo", "collocated", 2, {"generator": Layout("tp2", 2)}, marks=SLOW),
+        ("ppo", "collocated", 2, GANGS),
+        pytest.param("ppo", "collocated", 2, {"learner": Layout("tp2", 2)}, marks=SLOW),
+        pytest.param("ppo", "collocated", 2, {"learner": Layout("cp2", 2)}, marks=SLOW),
     ],
+    indirect=["experiment"],
 )
 def test_mode_changes_nothing(
     mode: str,
@@ -182,6 +191,7 @@ def test_minibatches_by_arrival_are_of_the_same_samples(
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("experiment", ["grpo", pytest.param("ppo", marks=SLOW)], indirect=True)
 def test_a_run_goes_over_to_gangs_and_back(
     eager: Outcome, experiment: ReasoningExperiment, model: ModelSource
 ) -> None:
