@@ -95,7 +95,7 @@ test-fuzz: $(VENV)/.installed-dev ## files and messages with mutated bytes, 25,0
 	M2FLOW_FUZZ_RESULT=benchmarks/results/fuzz.json $(BIN)/python -m pytest -m slow tests/fuzz $(ARGS)
 
 test-simulators: egl $(VENV)-simulators/.installed ## LIBERO, Meta-World, EnvPool and vision-language-action policies (2.7 GB are installed)
-	M2FLOW_NEEDS_SIMULATORS=1 $(VENV)-simulators/bin/python -m pytest -m "not gpu" tests/models/policies \
+	M2FLOW_NEEDS_SIMULATORS=1 $(VENV)-simulators/bin/python -m pytest -m "not slow and not gpu" tests/models/policies \
 	  $(addprefix tests/environments/,test_envpool.py test_jpeg.py test_libero.py test_metaworld.py) \
 	  $(addprefix tests/workloads/embodied/,test_libero_run.py test_pictures.py test_published.py test_shards.py) $(ARGS)
 

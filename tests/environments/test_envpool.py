@@ -63,7 +63,6 @@ def test_unknown_tasks_and_options_name_the_nearest() -> None:
         make_environments(REACH, 1, num_threads=3)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ppo_trains_in_them(tmp_path: Path) -> None:
     recipe = {

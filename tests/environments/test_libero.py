@@ -90,7 +90,6 @@ def test_suites_of_which_files_are_absent_are_not_offered(libero):
         make_environments("libero:libero_spatial_env", 1, pixels=0)
 
 
-@pytest.mark.slow
 def test_only_the_cameras_that_are_asked_for_are_observed(libero):
     from m2flow.environments.libero import LiberoEnvironment
 

@@ -76,11 +76,14 @@ def test_nothing_to_draw_with_is_said_before_a_run(monkeypatch: pytest.MonkeyPat
         EmbodiedExperiment(tiny(GRPO))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name",
-    ["openvla-oft-grpo-libero-spatial", "openvla-oft-ppo-libero-spatial", "pi0-ppo-libero-spatial"],
+    [
+        "openvla-oft-grpo-libero-spatial",
+        pytest.param("openvla-oft-ppo-libero-spatial", marks=pytest.mark.slow),
+        pytest.param("pi0-ppo-libero-spatial", marks=pytest.mark.slow),
+    ],
 )
 def test_recipes_run_on_the_real_simulator(name: str, tmp_path: Path) -> None:
     if not any(found.works for found in rendering.backends() if found.name != "vulkan"):
@@ -110,7 +113,6 @@ def test_recipes_run_on_the_real_simulator(name: str, tmp_path: Path) -> None:
     assert figures["success_low"] <= figures["success"] <= figures["success_high"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_command_trains_on_lanes_as_it_is(tmp_path: Path) -> None:
     """Mode `auto`, simulators in processes of the lanes; episodes shorter than the recipe's."""

@@ -164,8 +164,15 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     return (away / sum(float(x.double().square().sum()) for x in wanted.values())) ** 0.5
 
 
-@pytest.mark.parametrize("replicas", [PAIR, TWO_PAIRS], ids=["a gang", "two gangs"])
-@pytest.mark.parametrize(("kind", "name"), [("openvla-oft", "ppo"), ("openvla", "grpo")])
+@pytest.mark.parametrize(
+    ("kind", "name", "replicas"),
+    [
+        pytest.param("openvla-oft", "ppo", PAIR, marks=pytest.mark.slow),
+        ("openvla-oft", "ppo", TWO_PAIRS),
+        ("openvla", "grpo", PAIR),
+        pytest.param("openvla", "grpo", TWO_PAIRS, marks=pytest.mark.slow),
+    ],
+)
 def test_in_shards_it_learns_as_on_one_lane(
     lanes: LaneProcesses, tmp_path: Path, kind: str, name: str, replicas: Any
 ) -> None:
