@@ -16,11 +16,12 @@ import pytest
 
 from m2flow.errors import UserError
 from m2flow.observe.dashboard import Dashboard
+from m2flow.observe.dashboard import server as dashboard_server
 from m2flow.observe.dashboard.following import FollowedRun, differing_keys, runs_in
 from m2flow.observe.formatting import told_apart
 from m2flow.observe.run_directory import RunDirectory
 from tests.observe.conftest import write_fake_run
-from tests.runtime.transport.strangers import check_nobody_waits
+from tests.runtime.transport.strangers import PATIENCE, SOON, check_nobody_waits
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def dashboard(run: Path) -> Iterator[Dashboard]:
 
 
 def fetched(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=SOON) as answer:
         return answer.read(), dict(answer.headers)
 
 
@@ -180,7 +181,10 @@ def make_old() -> Callable[[Path, int], None]:
     return make
 
 
-def test_strangers_hold_up_nobody(dashboard: Dashboard, capfd: pytest.CaptureFixture[str]) -> None:
+def test_strangers_hold_up_nobody(
+    dashboard: Dashboard, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard_server._DashboardHandler, "timeout", PATIENCE)
     port = int(dashboard.url.split(":")[2].split("/")[0])
     knock = partial(socket.create_connection, ("127.0.0.1", port))
     check_nobody_waits(partial(fetched, dashboard.url + "data"), knock)

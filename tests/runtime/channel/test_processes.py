@@ -21,12 +21,11 @@ import torch
 from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.transport.channel import Channel, ChannelLost
 from m2flow.runtime.transport.frame import Frame
-from tests.runtime.transport.strangers import check_nobody_waits
+from tests.runtime.transport.strangers import SOON, check_nobody_waits, patient_listeners
+
+__all__ = ["patient_listeners"]
 
 SPAWN = multiprocessing.get_context("spawn")
-SOON = 20.0
-"""Seconds within which what has to happen has happened."""
-
 Start = Callable[..., BaseProcess]
 
 
@@ -252,6 +251,7 @@ def test_a_slow_reader_does_not_hold_up_others() -> None:
         assert len(channel.get(timeout=SOON)) == 8 << 20
 
 
+@pytest.mark.usefixtures("patient_listeners")
 def test_strangers_hold_up_nobody(channel: Channel) -> None:
     """Whoever has a handle puts and gets beside them, on a connection of its own."""
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -20,12 +21,9 @@ from m2flow.runtime.transport.frame import Frame, FrameStream, LineClosed
 from m2flow.runtime.transport.handshake import KeyRefused, prove
 from m2flow.runtime.transport.lines import SILENCE_SECONDS, LauncherLine
 from m2flow.runtime.transport.listening import LOOPBACK, SILENT_SECONDS, Listener, connect
-from tests.runtime.transport.strangers import (
-    SOON,
-    STRANGER_SECONDS,
-    check_nobody_waits,
-    seconds_of,
-)
+from tests.runtime.transport.strangers import SOON, check_nobody_waits, patient_listeners
+
+__all__ = ["patient_listeners"]
 
 KEY = b"of this test"
 
@@ -108,30 +106,23 @@ def exchanged(door: Door) -> None:
     there.close()
 
 
+@pytest.mark.usefixtures("patient_listeners")
 def test_one_silent_stranger_does_not_block_an_accept(door: Door) -> None:
     """It cost the next caller the whole time that a lane waits for its launcher."""
     knock = partial(socket.create_connection, door.endpoint.tcp)
     check_nobody_waits(partial(exchanged, door), knock, silent=3, babbling=0)
 
 
+@pytest.mark.usefixtures("patient_listeners")
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n", bytes(31)])
 def test_strangers_who_say_half_of_something_hold_up_nobody(door: Door, words: bytes) -> None:
     """All of them still wait when the launcher has been let in, and has had its answer."""
-    alone = max(seconds_of(partial(exchanged, door)) for _ in range(3))
-    strangers = [socket.create_connection(door.endpoint.tcp) for _ in range(100)]
-    try:
-        for one in strangers:
-            one.sendall(words)
-            one.setblocking(False)
-        assert seconds_of(partial(exchanged, door)) < alone + STRANGER_SECONDS
-        for one in strangers:
-            with pytest.raises(BlockingIOError):
-                one.recv(1)
-    finally:
-        for one in strangers:
-            one.close()
+    knock = partial(socket.create_connection, door.endpoint.tcp)
+    visit = partial(exchanged, door)
+    check_nobody_waits(visit, knock, silent=100, babbling=0, visits=1, words=words)
 
 
+@pytest.mark.usefixtures("patient_listeners")
 def test_strangers_who_babble_without_end_hold_up_nobody(door: Door) -> None:
     knock = partial(socket.create_connection, door.endpoint.tcp)
     check_nobody_waits(partial(exchanged, door), knock, silent=0, babbling=4, visits=20)
@@ -139,24 +130,36 @@ def test_strangers_who_babble_without_end_hold_up_nobody(door: Door) -> None:
         door.came.get(timeout=0.1)
 
 
-def test_a_handshake_that_drips_meets_its_own_deadline() -> None:
+class Dripping:
+    """A connection on which one byte comes a second, by a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waits: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def settimeout(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+    def sendall(self, _: bytes) -> None: ...
+
+    def recv(self, _: int) -> bytes:
+        self.now += 1.0
+        return b"x"
+
+
+@pytest.mark.parametrize("accepting", [True, False])
+def test_a_handshake_that_drips_meets_its_own_deadline(
+    accepting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each byte comes in time, and the whole does not."""
-    here, there = socket.socketpair()
-    ended = threading.Event()
-
-    def drip() -> None:
-        with contextlib.suppress(OSError):
-            while not ended.wait(0.01):
-                there.send(b"x")
-
-    thread = threading.Thread(target=drip)
-    thread.start()
-    started = time.monotonic()
-    with pytest.raises(TimeoutError):
-        prove(here, KEY, accepting=False, seconds=0.2)
-    assert time.monotonic() - started < 2
-    ended.set()
-    thread.join()
+    line: Any = Dripping()
+    monkeypatch.setattr(handshake, "time", line)
+    with pytest.raises(TimeoutError, match="the handshake took too long"):
+        prove(line, KEY, accepting=accepting, seconds=5.0)
+    assert line.waits == [5.0, 4.0, 3.0, 2.0, 1.0], "never longer than what is left of it"
     assert handshake.HANDSHAKE_SECONDS <= 10
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from m2flow.workloads.agentic.endpoint import server as endpoint
 from m2flow.workloads.agentic.endpoint.server import MAX_BYTES, ConversationServer
-from tests.runtime.transport.strangers import SOON, check_nobody_waits
+from tests.runtime.transport.strangers import PATIENCE, SOON, check_nobody_waits
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 BODY = json.dumps({"temperature": 0.3}).encode()
@@ -102,8 +102,13 @@ def test_a_caller_that_says_nothing_more_is_let_go(
 
 
 def test_strangers_hold_up_nobody(
-    server: ConversationServer, key: str, capfd: pytest.CaptureFixture[str]
+    server: ConversationServer,
+    key: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(endpoint._ConversationHandler, "timeout", PATIENCE)
+
     def visit() -> None:
         status, _ = told(server, key, str(len(BODY)), BODY, ends=False)
         assert status == 400
