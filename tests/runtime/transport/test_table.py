@@ -1,19 +1,28 @@
-"""The table of links: what it predicts, what it picks, and that measuring it is quick."""
+"""The table of links: what it predicts, what it picks, and that measuring it asks for little."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
-import time
+from collections import Counter
 
 import pytest
 import torch
 from rich.console import Console
 
 from m2flow.plan.file import to_json
-from m2flow.runtime.transport.measure import measure
-from m2flow.runtime.transport.peers import Peers
+from m2flow.runtime.transport import measure as measuring
+from m2flow.runtime.transport.listening import ListenerAddress
+from m2flow.runtime.transport.measure import (
+    LARGE,
+    MESSAGE,
+    MOST_REPEATS,
+    SECONDS_PER_SIZE,
+    measure,
+)
+from m2flow.runtime.transport.peering import PeerAddress, TestPayload
+from m2flow.runtime.transport.peers import Peers, Received
 from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import SharedPool
 from m2flow.runtime.transport.table import ASSUMED, BETWEEN, LinkTable, TransferCost, way
@@ -62,11 +71,46 @@ def test_measuring_a_node_and_a_cluster() -> None:
     near = PayloadServer(lambda key: torch.ones(1), pool, b"key", node="here")
     other = PayloadServer(lambda key: torch.ones(1), None, b"key", node="there")
     peers = Peers("here", b"key")
-    started = time.monotonic()
     table = measure(peers, near.address).merged(measure(peers, other.address))
-    taken = time.monotonic() - started
     assert table.costs["node"].keys() == {"stream", "shared"}
     assert table.costs["cluster"].keys() == {"stream"}
-    assert taken < 3  # 0.2 s on a machine with nothing else to do
     for part in (peers, near, other, pool):
         part.close()
+
+
+class Clock:
+    """A clock that goes on where it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("node", "sizes"), [("here", 4), ("there", 2)])
+@pytest.mark.parametrize(
+    ("seconds", "times"),
+    [(0.0, 1 + MOST_REPEATS), (1.0, 1 + 3), (4.0, 1 + 1)],
+)
+def test_a_size_is_transferred_no_oftener_than_its_time_allows(
+    seconds: float, times: int, node: str, sizes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once to warm and once at least, then until its time is over, which is 3 s here; the larger of
+    two once more, to see its way."""
+    clock, asked = Clock(), Counter[int]()
+
+    def receive(_: PeerAddress, key: TestPayload, **__: object) -> Received:
+        clock.now += seconds
+        asked[key.nbytes] += 1
+        return Received(None, "stream" if key.nbytes <= MESSAGE else "shared")
+
+    peers = Peers("here", b"key")
+    monkeypatch.setattr(peers, "receive", receive)
+    monkeypatch.setattr(measuring, "time", clock)
+    monkeypatch.setattr(measuring, "SECONDS_PER_SIZE", 3.0)
+    (costs,) = measure(peers, PeerAddress(node, ListenerAddress(""))).costs.values()
+    assert sorted(asked.values()) == [times] * (sizes // 2) + [times + 1] * (sizes // 2)
+    assert max(asked) == LARGE
+    assert {cost.latency_seconds for cost in costs.values()} == {seconds}
+    assert 0 < SECONDS_PER_SIZE <= 0.1
