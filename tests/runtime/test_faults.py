@@ -1,4 +1,5 @@
-"""What goes wrong on lanes: the first cause is on top within seconds, and nothing is left over."""
+"""What goes wrong on lanes: the first cause is on top, no deadline is waited for, and nothing is left
+over."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import PlanError, RunFailed, UserError
 from m2flow.runtime.driver.launch import Run
 from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.transport import lines
 from m2flow.runtime.transport.sweeping import clear_up
 from tests.runtime.local_cluster import local_cluster
 
@@ -35,6 +37,12 @@ ITEMS = 4
 LANES = tuple(LaneSpec(number) for number in range(2))
 LARGE = 1 << 20
 """Elements of a row: so large a payload goes through shared memory."""
+
+SOON = 60.0
+"""Seconds within which what has to happen has happened, on however busy a machine."""
+
+LONG = 3600.0
+"""What no test lives to see."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +67,7 @@ class Maker(Worker):
     def load(self, place: Place) -> None:
         super().load(place)
         if self.fault == "load":
-            wait_for(lambda: any(Path(self.folder).iterdir()), 30)
+            wait_for(lambda: any(Path(self.folder).iterdir()))
             (Path(self.folder) / str(os.getpid())).touch()
             raise FileNotFoundError("no model here")
 
@@ -89,13 +97,13 @@ class Reader(Worker):
         super().load(place)
         if self.fault == "slow load":
             (Path(self.folder) / str(os.getpid())).touch()
-            time.sleep(120)
+            time.sleep(LONG)
 
     @stage
     def read(self, batch: Batch) -> Batch:
         if self.fault == "sleep":
             (Path(self.folder) / "reading").touch()
-            time.sleep(120)
+            time.sleep(LONG)
         return batch.with_columns(y=batch["y"].sum(1) if "y" in batch else batch["x"])
 
 
@@ -111,7 +119,7 @@ def start(maker: str = "", reader: str = "", folder: Path | str = "", **settings
     flow = Making(maker=Maker(maker, str(folder)), reader=Reader(reader, str(folder)))
     if "mode" not in settings:
         spots = {"maker": Placement(((0,),)), "reader": Placement(((1,),))}
-        settings = {"plan": Plan("custom", LANES, spots), **settings}
+        settings = {"plan": Plan("custom", LANES, spots, deadline_seconds=LONG), **settings}
     settings = {"lane_restarts": 0, **settings}
     return m2flow.launch(flow, items_per_step=ITEMS, **settings)  # type: ignore[arg-type]
 
@@ -127,8 +135,8 @@ def alive(process: int) -> bool:
         return False
 
 
-def wait_for(what: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -158,10 +166,8 @@ def test_a_stage_that_returns_something_wrong_is_named(
     fault: str, words: list[str], where: str, pool: LanePool
 ) -> None:
     settings = {"mode": "eager", "lanes": "cpu:1"} if where == "eager" else {"lanes": pool}
-    began = time.monotonic()
     with start(fault, **settings) as run, pytest.raises(UserError) as caught:
         run.step(items())
-    assert time.monotonic() - began < 5
     first = str(caught.value).splitlines()[0]
     assert all(word in first for word in words), first
 
@@ -209,15 +215,13 @@ def test_gangs_that_cannot_work_together_are_refused_before_anything_starts(
 
 
 def test_a_worker_that_cannot_load_ends_the_lanes_at_once(tmp_path: Path) -> None:
-    """Even those in the middle of loading another one."""
-    began = time.monotonic()
+    """Even those in the middle of loading another one, which would take as long as `LONG`."""
     with pytest.raises(FileNotFoundError, match="no model here") as caught:
-        start("load", "slow load", tmp_path)
-    assert time.monotonic() - began < 15, "most of it is the start of the lanes"
+        start("load", "slow load", tmp_path, load_deadline_seconds=LONG)
     assert "On lane 0:" in "\n".join(caught.value.__notes__)
     processes = [int(path.name) for path in tmp_path.iterdir()]
     assert len(processes) == 2
-    wait_for(lambda: not any(map(alive, processes)), 5)
+    wait_for(lambda: not any(map(alive, processes)))
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -227,11 +231,15 @@ def test_a_worker_may_take_as_long_to_load_as_is_said(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"no progress with loading for 2 s: lane 1 \(reader\)"):
         start(reader="slow load", folder=tmp_path, load_deadline_seconds=2.0)
     (process,) = tmp_path.iterdir()
-    wait_for(lambda: not alive(int(process.name)), 30)
+    wait_for(lambda: not alive(int(process.name)))
 
 
-def test_a_lane_that_is_lost_while_another_waits_for_it_is_on_top(tmp_path: Path) -> None:
-    """Whoever asks it for a payload misses it first; that is not what is said."""
+def test_a_lane_that_is_lost_while_another_waits_for_it_is_on_top(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks it for a payload misses it first; that is not what is said. Its end is heard of
+    by its line, and neither by its silence nor by a deadline."""
+    monkeypatch.setattr(lines, "SILENCE_SECONDS", LONG)
     with start(folder=tmp_path) as run:
         run.step(items())
         pool = run._carrier.pool
@@ -239,11 +247,9 @@ def test_a_lane_that_is_lost_while_another_waits_for_it_is_on_top(tmp_path: Path
         os.kill(victim, signal.SIGSTOP)  # alive, and answering nobody
         killer = threading.Timer(1.0, os.kill, (victim, signal.SIGKILL))
         killer.start()
-        began = time.monotonic()
         with pytest.raises(RunFailed) as caught:
             run.step(items())
         killer.join()
-        assert time.monotonic() - began < 8
     assert str(caught.value).startswith("lane 0 was lost: ")
     assert "it held maker" in str(caught.value)
     assert left_over(name) == []
@@ -329,7 +335,7 @@ def test_after_a_whole_group_was_killed_the_next_pool_clears_up(tmp_path: Path) 
     temporary = tempfile.mkdtemp(prefix="m2l-")  # Ray's sockets need a short path
     launcher, environment = started(tmp_path, temporary)
     try:
-        wait_for(lambda: (tmp_path / "reading").exists() or launcher.poll() is not None, 60)
+        wait_for(lambda: (tmp_path / "reading").exists() or launcher.poll() is not None)
         name, *_ = (tmp_path / "there").read_text().split()
     finally:
         launcher.send_signal(signal.SIGSTOP)
@@ -340,12 +346,12 @@ def test_after_a_whole_group_was_killed_the_next_pool_clears_up(tmp_path: Path) 
                     process.send_signal(number)
         launcher.wait()
     try:
-        wait_for(lambda: not any(alive(process.pid) for process in group), 10)
+        wait_for(lambda: not any(alive(process.pid) for process in group))
         left = sorted(path.name for path in Path(temporary).glob("m2flow-*"))
         assert [one for one in left if "ray" not in one] == [name, f"{name}.lock"]
         assert len(left) == 4
         assert any("/dev/shm" in path for path in left_over(name, temporary))
-        subprocess.run([sys.executable, "-c", NEXT], env=environment, check=True, timeout=90)
+        subprocess.run([sys.executable, "-c", NEXT], env=environment, check=True, timeout=200)
         assert left_over(name, temporary) == []
         assert list(Path(temporary).glob("m2flow-*")) == []
     finally:
@@ -358,14 +364,14 @@ def test_after_a_whole_group_was_killed_the_next_pool_clears_up(tmp_path: Path) 
 def test_lanes_end_when_their_launcher_is_killed(
     swept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a call, with payloads in shared memory: all of it is gone in seconds.
+    """In the middle of a call, with payloads in shared memory: all of it goes with it.
 
     Also where its shell is killed, and the next pool takes away what they use.
     """
     temporary = tempfile.mkdtemp(prefix="m2l-")  # Ray cannot remove its files there
     launcher, _ = started(tmp_path, temporary)
     try:
-        wait_for(lambda: (tmp_path / "reading").exists() or launcher.poll() is not None, 60)
+        wait_for(lambda: (tmp_path / "reading").exists() or launcher.poll() is not None)
         name, *processes = (tmp_path / "there").read_text().split()
         assert all(alive(int(process)) for process in processes)
         assert any("/dev/shm" in path for path in left_over(name, temporary))
@@ -381,7 +387,7 @@ def test_lanes_end_when_their_launcher_is_killed(
             monkeypatch.setattr(tempfile, "tempdir", temporary)
             clear_up()
             assert not left_over(name, temporary)
-        wait_for(lambda: not any(alive(int(process)) for process in processes), 5)
-        wait_for(lambda: not left_over(name, temporary), 5)
+        wait_for(lambda: not any(alive(int(process)) for process in processes))
+        wait_for(lambda: not left_over(name, temporary))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

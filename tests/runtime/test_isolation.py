@@ -17,6 +17,7 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed
 from m2flow.flow.worker import Isolation
 from m2flow.runtime.driver.launch import Run
+from m2flow.runtime.transport import lines
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
@@ -24,6 +25,12 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot 
 
 ITEMS = 4
 LANE = LaneSpec(0, cores=(0,))
+
+SOON = 60.0
+"""Seconds within which what has to happen has happened, on however busy a machine."""
+
+LONG = 3600.0
+"""What no test lives to see."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,21 +96,24 @@ def alive(process: int) -> bool:
     return True
 
 
-def test_a_crash_ends_the_run_and_not_the_neighbour() -> None:
-    """The process is another one on the same cores, with its own variables, until it crashes."""
+def test_a_crash_ends_the_run_and_not_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is another one on the same cores, with its own variables, until it crashes.
+
+    Its end is heard of at once: neither by its silence nor by the deadline of its call.
+    """
+    monkeypatch.setattr(lines, "SILENCE_SECONDS", LONG)
     run = start()
+    assert run.plan.deadline_seconds >= 600, "longer than this test may take"
     assert run.step(batch(0)).output["x"].tolist() == [1, 2, 3, 4]
     own, beside = (run.worker_call(name, "facts") for name in ("simulator", "neighbour"))
     assert own["process"] != beside["process"]
     assert own["cores"] == beside["cores"]
     assert (own["variable"], beside["variable"]) == ("headless", None)
-    began = time.monotonic()
     with run:
         with pytest.raises(RunFailed) as caught:
             run.step(batch(100))
-        assert time.monotonic() - began < 5
         assert alive(beside["process"])
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + SOON
     while alive(beside["process"]):
         assert time.monotonic() < deadline
         time.sleep(0.02)
