@@ -73,9 +73,11 @@ def raises(prompt, completion, completion_ids, row):
 def words(prompt, completion, completion_ids, row):
     return "good"
 
+begun = []
 waiting = [0, 0]  # now, and at most
 
 async def later(prompt, completion, completion_ids, row):
+    begun.append(row["line"])
     waiting[0] += 1
     waiting[1] = max(waiting)
     try:
@@ -101,6 +103,7 @@ async def stays(prompt, completion, completion_ids, row):
     return 1.0
 
 def hangs(prompt, completion, completion_ids, row):
+    begun.append(row["line"])
     time.sleep(60 if row["level"] == "hard" else 0)
     return 1.0
 
@@ -426,11 +429,13 @@ def of_levels(levels: str) -> Judged:
 def test_of_a_service_that_is_down_few_calls_are_waited_for(
     folder: str, name: str, calls: int
 ) -> None:
-    """Many samples would take longer one by one than the whole stage may."""
+    """Many samples would take longer one by one than the whole stage may: what is not waited for is
+    not even begun."""
     part = of(folder, name, deadline_seconds=0.3, concurrency=calls)
-    begin = time.monotonic()
+    begun: list[int] = part.load().__globals__["begun"]
+    begun.clear()
     found = weighted_sum([part], of_levels("h" * 40))
-    assert time.monotonic() - begin < 0.3 * 40 / calls / 2
+    assert TIMEOUTS_IN_A_ROW <= len(begun) < TIMEOUTS_IN_A_ROW + calls
     assert found.rewards == [0.0] * 40
     assert len(set(found.failures)) == 1
     assert found.failures[0].endswith(f"{name} gave nothing within 0.3 s")
@@ -466,7 +471,7 @@ def test_a_call_that_returns_too_late_is_not_followed_by_the_others(folder: str)
     columns = {name: 2 * list(getattr(JUDGED, name)) for name in vars(JUDGED)}
     found = weighted_sum([WeightedReward(slow, deadline_seconds=0.2)], Judged(**columns))
     assert found.rewards == [0.0, 1.0, 1.0, 1.0]
-    assert last.wait(10)
+    assert last.wait(60)
     time.sleep(0.05)
     assert len(calls) == 4
 
@@ -609,12 +614,14 @@ def test_weights_that_come_to_one_give_one(weights: tuple[float, ...]) -> None:
 
 
 def test_a_generator_of_rewards_has_a_deadline() -> None:
+    """What it does when it is asked is not waited for any longer: here it would go on for ever."""
+    judged = threading.Event()
+
     @batched
     def waits(*columns: Any) -> Iterator[float]:
-        time.sleep(30)
+        judged.wait()
         yield from (1.0, 1.0)
 
-    begun = time.monotonic()
     found = weighted_sum([WeightedReward(waits, deadline_seconds=0.2)], JUDGED)
+    judged.set()
     assert all("gave nothing within 0.2 s" in why for why in found.failures)
-    assert time.monotonic() - begun < 15

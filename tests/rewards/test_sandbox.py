@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import platform
 import signal
 import socket
@@ -32,6 +33,9 @@ from m2flow.rewards.syscalls import MACHINES, PARTLY, REFUSED, refusals
 QUICK = replace(LIMITS, seconds=5.0, cpu_seconds=2)
 PATIENT = replace(LIMITS, seconds=120.0)
 
+SOON = 60.0
+"""Seconds within which what has to happen has happened, on however busy a machine."""
+
 
 def works(way: Way) -> bool:
     try:
@@ -53,7 +57,7 @@ elif not WORKING:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sandbox, "find_way", lambda: request.param)
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + SOON
     while left := programs():
         assert time.monotonic() < deadline, left
 
@@ -105,7 +109,7 @@ sandbox.run_python("import time; open('/tmp/x', 'w'); time.sleep(600)", limits=l
 def test_a_program_ends_with_the_process_that_runs_it() -> None:
     """Killed without a word, it left a program that sleeps to itself."""
     host = subprocess.Popen([sys.executable, "-c", HOST, sandbox.find_way().name])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SOON
     while not any(args.startswith(f"{sandbox.PYTHON}/bin/") for _, _, args in processes()):
         assert time.monotonic() < deadline
         assert host.poll() is None
@@ -223,7 +227,7 @@ def test_programs_of_a_sandbox_find_nothing_of_those_before_them() -> None:
     leaves = (
         "open('/tmp/x', 'w')",
         "import os; os.mkdir('/tmp/x', 0)",
-        "import os, time\nif os.fork() == 0: os.setsid(); time.sleep(60)",
+        "import os, time\nif os.fork() == 0: os.setsid(); time.sleep(600)",
         "import json; json.loads = None",
         "import os; os.chdir('/'); os.environ['X'] = 'x'",
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))",
@@ -289,11 +293,25 @@ def test_a_program_that_ends_the_process_that_started_it_does_not_pass_by_that()
 # --- limits ---------------------------------------------------------------------------------------
 
 
-def test_an_endless_program_is_killed() -> None:
-    started = time.monotonic()
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """The seconds for which this process has waited for a program's words, in turn."""
+    asked: list[float | None] = []
+
+    class Selector(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            asked.append(timeout)
+            return super().select(timeout)
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Selector)
+    return asked
+
+
+def test_an_endless_program_is_killed(waits: list[float]) -> None:
     outcome = refused("while True: pass", replace(QUICK, seconds=1.0))
     assert (outcome.exit_code, outcome.why) == (None, "did not end within 1 s")
-    assert time.monotonic() - started < 10
+    assert waits
+    assert max(waits) <= 1.0
 
 
 def test_cpu_seconds_are_limited() -> None:
@@ -434,7 +452,7 @@ try:
     while children < 9:
         if os.fork() == 0:
             os.write(write, b"%d " % taken())
-            time.sleep(30)
+            time.sleep(600)
         children += 1
 except BlockingIOError:
     pass
@@ -472,7 +490,7 @@ children = 0
 try:
     for _ in range(100):
         if os.fork() == 0:
-            time.sleep(30)
+            time.sleep(600)
             os._exit(0)
         children += 1
 except BlockingIOError:
@@ -482,7 +500,7 @@ except BlockingIOError:
     assert 1 <= int(outcome.stdout) < LIMITS.processes
 
 
-def test_a_fork_bomb_whose_children_fork_on_is_bounded() -> None:
+def test_a_fork_bomb_whose_children_fork_on_is_bounded(waits: list[float]) -> None:
     """None of them ends by itself; all are gone afterwards, as after every test here."""
     source = """
 import os
@@ -492,9 +510,9 @@ while True:
     except BlockingIOError:
         pass
 """
-    begun = time.monotonic()
     refused(source)
-    assert time.monotonic() - begun < 4 * QUICK.seconds
+    assert waits
+    assert max(waits) <= QUICK.seconds
 
 
 def test_a_program_that_sleeps_is_gone_when_its_time_is_over() -> None:
@@ -503,7 +521,7 @@ def test_a_program_that_sleeps_is_gone_when_its_time_is_over() -> None:
 import ctypes, os, time
 ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
 os.fork()
-time.sleep(30)
+time.sleep(600)
 """
     refused(source, replace(QUICK, seconds=1.0))
 
@@ -521,14 +539,14 @@ if os.fork() == 0:
 
 def test_a_program_that_replaces_itself_from_a_thread_is_gone_when_its_time_is_over() -> None:
     """The signal for the parent's death belongs to a thread, and goes with it."""
-    command = "sleep 61.7"
+    command = "sleep 601.7"
     source = f"""
 import os, threading, time
 threading.Thread(target=os.execv, args=("/bin/sleep", {command.split()})).start()
-time.sleep(30)
+time.sleep(600)
 """
     refused(source, replace(QUICK, seconds=1.0))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + SOON
     while (left := process_ids(command)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for process_id in left:
