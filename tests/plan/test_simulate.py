@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -475,14 +475,34 @@ def test_a_plan_publishes_at_the_price_of_the_kinds_that_it_takes() -> None:
 # --- speed ----------------------------------------------------------------------------------------
 
 
-def test_a_small_step_takes_milliseconds() -> None:
-    """32 prompts of 16 samples on two lanes: the CPU time of one of three steps."""
+def calls_of_a_simulation(prompts: int, steps: int = 1) -> int:
+    """How many calls, of Python's functions and of C's, it takes: 16 samples of each prompt on two
+    lanes."""
     flow = replace(GRPO.nodes[0], expands=16)
     nodes = [flow, *(replace(n, fanout=16, group_size=16) for n in GRPO.nodes[1:])]
     graph = replace(GRPO, nodes=tuple(nodes))
-    plan = build_plan("disaggregated", graph, LANES, 32)
+    plan = build_plan("disaggregated", graph, LANES, prompts)
     profile = grpo_profile(LONG_TAIL)
-    simulate(graph, plan, profile, 32, steps=1)
-    start = time.process_time()
-    simulate(graph, plan, profile, 32)
-    assert (time.process_time() - start) / 3 < 0.05
+    simulate(graph, plan, profile, prompts, steps=1)  # what is kept from one time to the next
+    calls = 0
+
+    def count(frame: object, event: str, what: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        simulate(graph, plan, profile, prompts, steps=steps)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def test_a_small_step_takes_few_calls_and_a_large_one_no_more_of_each_item() -> None:
+    """50,000 of them for a step of 32 prompts, which are some 20 ms; `benchmarks/search.py` holds
+    the time of whole searches."""
+    small = calls_of_a_simulation(32)
+    assert small < 125_000
+    assert calls_of_a_simulation(128) < 4.4 * small
+    assert calls_of_a_simulation(32, steps=4) < 4.4 * small

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import selectors
 import platform
+import selectors
 import signal
 import socket
 import subprocess

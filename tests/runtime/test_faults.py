@@ -1,5 +1,4 @@
-"""What goes wrong on lanes: the first cause is on top, no deadline is waited for, and nothing is left
-over."""
+"""What goes wrong on lanes: the first cause is on top at once, and nothing is left over."""
 
 from __future__ import annotations
 

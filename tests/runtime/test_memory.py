@@ -246,8 +246,8 @@ def test_a_method_cannot_be_called_while_steps_are_in_flight(pool: LanePool) -> 
 
 @pytest.mark.parametrize("fails_at", ["offload", "onload"])
 def test_a_worker_that_cannot_be_moved_stops_the_run(fails_at: str, pool: LanePool) -> None:
-    """The exception is on top, and not the deadline of a call that can never be begun; the lane does
-    not touch a state that is not there."""
+    """The exception is on top, and not the deadline of what can never be begun; the lane does not
+    touch a state that is not there."""
     flow = growing(fails_at=fails_at)
     limit = STATE + (10 << 20)
     assert plan(flow, limit).deadline_seconds >= 600, "longer than this test may take"

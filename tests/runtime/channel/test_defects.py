@@ -121,7 +121,8 @@ def test_a_full_channel_is_bounded_in_bytes_too(channel: Channel) -> None:
 def test_waits_end_and_say_what_was_there(channel: Channel, waits: Waits) -> None:
     channel.put("for another", key="b")
     with pytest.raises(
-        ChannelEmpty, match=r"'rollouts', key 'a': no item after 0\.05 s;.*1 of 2 items.*keys \['b'\]"
+        ChannelEmpty,
+        match=r"'rollouts', key 'a': no item after 0\.05 s;.*1 of 2 items.*keys \['b'\]",
     ):
         channel.get("a", timeout=0.05)
     with pytest.raises(ChannelEmpty, match="only 1 items, not a whole batch, after 7 s"):

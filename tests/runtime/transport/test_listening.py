@@ -8,7 +8,6 @@ import os
 import queue
 import resource
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
