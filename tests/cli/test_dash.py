@@ -23,10 +23,10 @@ def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
         assert process.stdout is not None
         try:
             address = process.stdout.readline().strip()
-            with urllib.request.urlopen(address + "data", timeout=20) as answer:
+            with urllib.request.urlopen(address + "data", timeout=60) as answer:
                 assert b'"reward/mean"' in answer.read()
             os.kill(process.pid, signal.SIGINT)
-            assert "Ended." in process.communicate(timeout=20)[0]
+            assert "Ended." in process.communicate(timeout=60)[0]
         finally:
             process.kill()
     assert process.returncode == 0

@@ -395,16 +395,16 @@ def test_no_signal_follows_a_step_that_ends_as_its_grace_time_does(
 
     def slow(*arguments: Any) -> None:
         reached.set()
-        go.wait(10)
+        go.wait(60)
         after(*arguments)
 
     monkeypatch.setattr(stopping, "_after", slow)
     thread = threading.Thread(target=stopping._is_overdue)
     thread.start()
-    assert reached.wait(10)
+    assert reached.wait(60)
     threading.Timer(0.2, go.set).start()
     stopping.step_is_over()
-    thread.join(10)
+    thread.join(60)
     timer = stopping._timer
     assert timer is not None
     cancelled = timer.finished.is_set()

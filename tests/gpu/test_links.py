@@ -76,7 +76,7 @@ def started(gpu: int) -> Iterator[tuple[Peers, PeerAddress]]:
     yield peers, here.recv()
     peers.close()
     here.close()
-    process.join(10)
+    process.join(60)
     process.kill()
 
 

@@ -102,7 +102,7 @@ def test_a_port_that_is_taken_is_one_line(dashboard: Dashboard, run: Path) -> No
 
 
 def test_events_tell_of_new_figures(dashboard: Dashboard, run: Path) -> None:
-    with urllib.request.urlopen(dashboard.url + "events", timeout=10) as events:
+    with urllib.request.urlopen(dashboard.url + "events", timeout=SOON) as events:
         assert events.headers["Content-Type"].startswith("text/event-stream")
         assert events.readline() == b"data: changed\n"
         assert events.readline() == b"\n"

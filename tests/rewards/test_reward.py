@@ -489,7 +489,7 @@ def test_a_function_that_waits_outside_of_python_is_called_by_several_threads(
         if row["item"] == 7:
             raise KeyError("seven")
         if row["item"] < 3:
-            together.wait(10)
+            together.wait(60)
         return float(row["item"])
 
     count = 11

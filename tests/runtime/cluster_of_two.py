@@ -193,7 +193,7 @@ def two_nodes(
     environment.pop("RAY_ADDRESS", None)
     with contextlib.ExitStack() as ended:
         nodes: list[subprocess.Popen[bytes]] = []
-        ended.callback(lambda: [node.wait(10) for node in nodes])  # after their namespaces ended
+        ended.callback(lambda: [node.wait(60) for node in nodes])  # after their namespaces ended
         try:
             one, other, link = ended.enter_context(namespaces(megabytes_per_second, delay_ms))
         except NoNamespacesError as error:
@@ -269,7 +269,7 @@ def namespaces(
     finally:
         link.stdin.close()  # the link's cue to end; the kernel ends all else in its namespace
         try:
-            link.wait(10)
+            link.wait(60)
         except subprocess.TimeoutExpired:
             link.kill()
             link.wait()

@@ -39,7 +39,7 @@ from tests.training.lane_processes import LaneProcesses
 if TYPE_CHECKING:  # it wants Ray
     from m2flow.runtime.driver.pool import LanePool
 
-SOON = 10.0
+SOON = 60.0
 
 
 class SlowStore(Store):
@@ -278,7 +278,7 @@ STRANGER = """
 import sys
 from ray._raylet import GcsClient
 try:
-    print(len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=20)), "machine")
+    print(len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=60)), "machine")
 except Exception as error:
     print(type(error).__name__)
 """

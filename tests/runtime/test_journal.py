@@ -292,7 +292,7 @@ def test_a_thread_that_is_behind_holds_up_nobody(
     go_on = threading.Event()
 
     def slowly(one: Rollouts) -> bytes:
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return frame_bytes(one)
 
     monkeypatch.setattr(frames, "frame_bytes", slowly)

@@ -127,7 +127,7 @@ class Meeting:
 
     def __init__(self, lanes: int) -> None:
         self._numbers = [0] * lanes
-        self._barrier = threading.Barrier(lanes, timeout=20.0)
+        self._barrier = threading.Barrier(lanes, timeout=60.0)
 
     def least(self, lane: int, number: int) -> int:
         self._numbers[lane] = number

@@ -28,7 +28,7 @@ LINK = b"link to "
 SEIZE, INTERRUPT, GO_TO_NEXT_CALL = 0x4206, 0x4207, 24  # linux/ptrace.h
 OPTIONS = 0x01 | 0x02 | 0x04 | 0x08  # mark system calls; follow forks and threads
 AT_CALL = signal.SIGTRAP | 0x80
-IDLE_SECONDS, END_SECONDS = 0.0005, 20.0
+IDLE_SECONDS, END_SECONDS = 0.0005, 60.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long] * 4

@@ -136,10 +136,10 @@ class Replicas:
 
     def __call__(self, tensors: list[Tensor]) -> None:
         self.given.append([tensor.clone() for tensor in tensors])
-        self.barrier.wait(10)
+        self.barrier.wait(60)
         for position, tensor in enumerate(tensors):
             tensor.copy_(sum(given[position] for given in self.given))
-        self.barrier.wait(10)
+        self.barrier.wait(60)
 
 
 def finish_together(trainers: list[PolicyTrainer]) -> list[Any]:
