@@ -192,9 +192,10 @@ def carrier_on(pool: Any, elsewhere: bool = False) -> Any:
 
 @pytest.mark.parametrize("mending", [False, True])
 def test_what_a_gang_misses_of_a_lane_that_has_done_its_part_is_no_first_cause(
-    mending: bool, pool_of: PoolOf
+    mending: bool, pool_of: PoolOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its other lanes may still wait for it within the call, whoever else is on the way back."""
+    monkeypatch.setattr(carrier_module, "PEER_SECONDS", 60.0)
     pool, ends = pool_of(0, 1)
     carrier = carrier_on(pool)
     if mending:
