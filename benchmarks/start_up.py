@@ -1,8 +1,9 @@
-"""From the command to the first stage call, and what a lane takes that has nothing to do.
+"""From the command to the first stage call, the import, and what a lane takes that has no work.
 
 A real `m2flow train` of the quick start's model, without warm-up, in a process of its own; the
-first call is read off the run's timeline. A lane's memory is what the kernel says of its process
-once it is up, before any worker is loaded.
+first call is read off the run's timeline. An import of m2flow is what an interpreter takes longer
+with it than without. A lane's memory is what the kernel says of its process once it is up, before
+any worker is loaded.
 """
 
 from __future__ import annotations
@@ -32,18 +33,26 @@ def main() -> None:
     seconds = {
         mode: [_first_call(mode, str(source.path)) for _ in range(repeats)] for mode in MODES
     }
+    imported = _import_seconds(10 * repeats)
     memory = _idle_lanes()
     median = {mode: statistics.median(some) for mode, some in seconds.items()}
     table(["mode", "seconds to the first call"], [[mode, median[mode]] for mode in MODES])
+    table(["import m2flow", "seconds"], [["least", imported]])
     table(
         ["idle lane", "MB resident", "MB of its own"],
         [[lane, figures["resident"], figures["own"]] for lane, figures in memory.items()],
     )
     conclude(
         "start_up",
-        {"seconds_to_first_call": median, "all_seconds": seconds, "idle_lane_megabytes": memory},
+        {
+            "seconds_to_first_call": median,
+            "all_seconds": seconds,
+            "seconds_to_import": imported,
+            "idle_lane_megabytes": memory,
+        },
         [
             Target("seconds to the first stage call", max(median.values()), 8.0, at_most=True),
+            Target("seconds to import m2flow", imported, 0.5, at_most=True),
             Target(
                 "MB resident in an idle lane",
                 max(figures["resident"] for figures in memory.values()),
@@ -69,6 +78,19 @@ def _first_call(mode: str, model: str) -> float:
         trace = json.loads((run / "timeline.json").read_text())
         first = min(event["ts"] for event in trace["traceEvents"] if event.get("cat") == "call")
         return float(trace["otherData"]["m2flow"]["began"] + first * 1e-6 - start)
+
+
+def _import_seconds(times: int) -> float:
+    """The least that an interpreter takes with `import m2flow`, less the least that it takes."""
+    least = {}
+    for program in ("pass", "import m2flow"):
+        seconds = []
+        for _ in range(times):
+            start = time.monotonic()
+            subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+            seconds.append(time.monotonic() - start)
+        least[program] = min(seconds)
+    return least["import m2flow"] - least["pass"]
 
 
 def _idle_lanes() -> dict[int, dict[str, float]]:
