@@ -109,7 +109,7 @@ def undisturbed() -> list[Any]:
         ("collocated", "load", 0),
         ("collocated", "generate", 1),
         ("disaggregated", "asked", 2),
-        ("hybrid", "score", 2),
+        pytest.param("hybrid", "score", 2, marks=pytest.mark.slow),
         ("auto", "train", 2),
     ],
 )
@@ -235,7 +235,14 @@ def refuse_one_restart(pool: LanePool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "restart", refused_once)
 
 
-@pytest.mark.parametrize("mode", ["collocated", "disaggregated", "auto"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("collocated", marks=pytest.mark.slow),
+        pytest.param("disaggregated", marks=pytest.mark.slow),
+        "auto",
+    ],
+)
 def test_a_lane_that_comes_back_is_taken_in(
     mode: str, pool: LanePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,7 +335,7 @@ class LoadedOnTwoAtMost(Judge):
             raise MemoryError("no room for 7 GB")
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("waits", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_lane_that_comes_back_and_cannot_be_loaded_is_given_up_again(
     waits: bool, pool: LanePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,9 +137,9 @@ def kill(pool: LanePool, lane: int) -> None:
     [
         (APART, "generate", 0, {}),
         (APART, "generate", 0, {"by": "segfault"}),
-        (APART, "generate", 0, {"by": "exit"}),
+        pytest.param(APART, "generate", 0, {"by": "exit"}, marks=pytest.mark.slow),
         (APART, "generate", 2, {}),
-        (APART, "score", 0, {}),
+        pytest.param(APART, "score", 0, {}, marks=pytest.mark.slow),
         (IN_PIECES, "score", 2, {}),
         (APART, "install", 3, {}),
         (APART, "answer", 2, {}),

@@ -277,6 +277,13 @@ def test_a_simulators_own_state_is_pickled_where_the_simulator_is(walk):
         there.close()
 
 
+def test_a_process_that_wakes_up_does_not_keep_the_host_from_waking_the_others():
+    there = hosted(num_envs=3, num_processes=3)
+    policies = [os.sched_getscheduler(pid) for pid in there.pids]
+    there.close()
+    assert policies == [os.SCHED_BATCH] * 3
+
+
 def test_a_simulator_has_one_thread_whatever_its_lane_has(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     vector = hosted("Threads", 1, 1)

@@ -16,6 +16,7 @@ import os
 import pickle
 import sys
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -79,9 +80,20 @@ class _Child:
             self.memory.progress[self.number] += 1
 
 
+def _wait_for_the_parent_to_pause() -> None:
+    """Have this process take no core from another one in the moment in which it wakes up.
+
+    The parent sends commands to one process after the other. Where the first of them began to work
+    on the parent's own core at once, the others were sent theirs when it had finished.
+    """
+    with suppress(OSError):  # a container may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def main(descriptor: int) -> None:
     """Serve the connection of that descriptor; the process ends with its parent."""
     leave_the_end_to_the_parent()
+    _wait_for_the_parent_to_pause()
     end_with_pipe(sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # simulators talk; the log has it all
     _Child(Connection(descriptor)).run()

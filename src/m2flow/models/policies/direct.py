@@ -12,6 +12,7 @@ Legend: B batch, F features, K actions of a chunk, A action size, N discrete act
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +43,9 @@ class StateLayers(Protocol):
     norm: nn.Module
     layers: nn.Sequential
 
+
+NARROW = 16
+"""Inputs of a layer below which the gradient of its weights is computed turned: half the time."""
 
 _tanh_backward = torch.ops.aten.tanh_backward.default
 
@@ -159,16 +163,32 @@ def _linear_back(
     layer: nn.Linear, given_BF: Tensor, gradient_BG: Tensor, *, further: bool = True
 ) -> Tensor:
     """Add the layer's gradients; that of what it was given, if it goes `further`."""
-    weight = layer.weight
-    _gradient(weight).addmm_(gradient_BG.t(), given_BF)
-    _gradient(layer.bias).add_(gradient_BG.sum(0))
+    own, turned_GB = layer._parameters, gradient_BG.t()
+    bias, weight = own["bias"], own["weight"]
+    assert bias is not None and weight is not None
+    if given_BF.shape[1] < NARROW:
+        _gradient(weight).add_(torch.mm(given_BF.t(), gradient_BG).t())
+    else:
+        _gradient(weight).addmm_(turned_GB, given_BF)
+    _gradient(bias).addmv_(turned_GB, _ones(gradient_BG))
     return torch.mm(gradient_BG, weight) if further else gradient_BG
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = parameter.grad = torch.zeros_like(parameter)
+    return gradient
+
+
+@lru_cache(8)
+def _ones_of(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(rows, dtype=dtype, device=device)
+
+
+def _ones(like_BG: Tensor) -> Tensor:
+    """A one for each row: a product with them sums rows in half the time of a sum."""
+    return _ones_of(len(like_BG), like_BG.dtype, like_BG.device)
 
 
 FEW = 64
