@@ -7,7 +7,6 @@ add them to the packages of this one.
 
 from __future__ import annotations
 
-import site
 import subprocess
 import sys
 import venv
@@ -62,7 +61,9 @@ def _python(folder: Path, name: str, wanted: list[str], *, on_top: bool = False)
         venv.create(folder, with_pip=True, clear=True)
         if on_top:
             (packages,) = folder.glob("lib/python*/site-packages")
-            (packages / "all_that_is_here.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+            # This environment may itself stand on another one.
+            here = [path for path in sys.path if Path(path).name == "site-packages"]
+            (packages / "all_that_is_here.pth").write_text("\n".join(here) + "\n")
         subprocess.run(
             [str(python), "-m", "pip", "install", "-qq", *wanted], check=True, stdout=sys.stderr
         )
