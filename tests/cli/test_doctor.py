@@ -451,7 +451,7 @@ def test_the_links_of_this_machine(
     assert doctor.run_links(as_json=True) == 0
     table = json.loads(capsys.readouterr().out)
     assert table["costs"]["node"].keys() == {"shared", "stream"}
-    assert all(cost["latency_seconds"] > 1e-6 for cost in table["costs"]["node"].values())
+    assert all(1e-6 < cost["latency_seconds"] < 1 for cost in table["costs"]["node"].values())
     assert set(Path("/dev/shm").glob("m2flow-*")) <= before
 
 

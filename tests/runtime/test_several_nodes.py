@@ -104,8 +104,6 @@ def cluster(folder: Path) -> Iterator[TwoNodes]:
 
 
 def test_the_link_is_as_slow_as_it_should_be(cluster: TwoNodes) -> None:
-    """No faster than the link that it stands for, and all comes across; a busy machine may be
-    slower."""
     if not cluster.apart:
         pytest.skip(f"there is no link to measure: {cluster.how}")
     for sender, receiver in ((0, 1), (1, 0)):
@@ -119,7 +117,8 @@ def test_the_link_is_as_slow_as_it_should_be(cluster: TwoNodes) -> None:
         fastest, median, rate = map(float, done.stdout.split())
         print(f"round trip {median * 1e3:.1f} ms, {rate:.1f} MB/s")
         assert fastest >= 0.020, "10 ms each way"
-        assert 0 < rate < 55
+        assert median < 0.040
+        assert 5 < rate < 55  # a busy machine may be slower than the link
 
 
 def test_ray_has_two_separate_nodes(cluster: TwoNodes) -> None:

@@ -80,7 +80,7 @@ class _Child:
             self.memory.progress[self.number] += 1
 
 
-def _wait_for_the_parent_to_pause() -> None:
+def _leave_the_parent_its_core() -> None:
     """Have this process take no core from another one in the moment in which it wakes up.
 
     The parent sends commands to one process after the other. Where the first of them began to work
@@ -93,7 +93,7 @@ def _wait_for_the_parent_to_pause() -> None:
 def main(descriptor: int) -> None:
     """Serve the connection of that descriptor; the process ends with its parent."""
     leave_the_end_to_the_parent()
-    _wait_for_the_parent_to_pause()
+    _leave_the_parent_its_core()
     end_with_pipe(sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # simulators talk; the log has it all
     _Child(Connection(descriptor)).run()
