@@ -29,12 +29,10 @@ from m2flow.rewards.sandbox import (
     run_python,
 )
 from m2flow.rewards.syscalls import MACHINES, PARTLY, REFUSED, refusals
+from tests.patience import SOON
 
 QUICK = replace(LIMITS, seconds=5.0, cpu_seconds=2)
 PATIENT = replace(LIMITS, seconds=120.0)
-
-SOON = 60.0
-"""Seconds within which what has to happen has happened, on however busy a machine."""
 
 
 def works(way: Way) -> bool:

@@ -34,12 +34,11 @@ from m2flow.runtime.transport.blocks import Blocks
 from m2flow.runtime.transport.groups import LaneGroups
 from m2flow.runtime.transport.listening import LOOPBACK
 from m2flow.runtime.transport.peering import PeerLost
+from tests.patience import SOON
 from tests.training.lane_processes import LaneProcesses
 
 if TYPE_CHECKING:  # it wants Ray
     from m2flow.runtime.driver.pool import LanePool
-
-SOON = 60.0
 
 
 class SlowStore(Store):

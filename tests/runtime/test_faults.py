@@ -27,6 +27,7 @@ from m2flow.runtime.driver.launch import Run
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.transport import lines
 from m2flow.runtime.transport.sweeping import clear_up
+from tests.patience import LONG, SOON
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
@@ -36,12 +37,6 @@ ITEMS = 4
 LANES = tuple(LaneSpec(number) for number in range(2))
 LARGE = 1 << 20
 """Elements of a row: so large a payload goes through shared memory."""
-
-SOON = 60.0
-"""Seconds within which what has to happen has happened, on however busy a machine."""
-
-LONG = 3600.0
-"""What no test lives to see."""
 
 
 @pytest.fixture(scope="module", autouse=True)

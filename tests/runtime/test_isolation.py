@@ -18,6 +18,7 @@ from m2flow.errors import RunFailed
 from m2flow.flow.worker import Isolation
 from m2flow.runtime.driver.launch import Run
 from m2flow.runtime.transport import lines
+from tests.patience import LONG, SOON
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
@@ -25,12 +26,6 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot 
 
 ITEMS = 4
 LANE = LaneSpec(0, cores=(0,))
-
-SOON = 60.0
-"""Seconds within which what has to happen has happened, on however busy a machine."""
-
-LONG = 3600.0
-"""What no test lives to see."""
 
 
 @pytest.fixture(scope="module", autouse=True)

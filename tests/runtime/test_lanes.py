@@ -30,6 +30,7 @@ from m2flow.runtime.driver.runner import StepResult
 from m2flow.runtime.lane.actor import LaneAddress, LaneProcess
 from m2flow.runtime.transport import lines as lines_module
 from m2flow.runtime.transport.sweeping import Sweeper
+from tests.patience import LONG, SOON
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
@@ -37,12 +38,6 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot 
 
 ITEMS, STEPS = 8, 4
 NUM_CPUS = 4
-
-SOON = 60.0
-"""Seconds within which what has to happen has happened, on however busy a machine."""
-
-LONG = 3600.0
-"""What no test lives to see."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,8 +22,7 @@ from m2flow.runtime.transport.channel import (
     ChannelTimeout,
     host,
 )
-
-SOON = 60.0
+from tests.patience import SOON
 
 
 @pytest.fixture

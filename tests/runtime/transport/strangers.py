@@ -12,9 +12,7 @@ from functools import partial
 import pytest
 
 from m2flow.runtime.transport import handshake, listening
-
-SOON = 60.0
-"""Seconds that a friend waits for an answer, on however busy a machine."""
+from tests.patience import SOON
 
 PATIENCE = 3600.0
 """Seconds that a server is given for strangers: a friend in line behind one gets no answer."""

@@ -10,11 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from m2flow.runtime.transport.lines import LauncherLine, Line, LineClosed, Waiting, connect
+from tests.patience import SOON
 
 KEY = b"k" * 32
-
-SOON = 60.0
-"""Seconds within which what has to happen has happened, on however busy a machine."""
 
 
 @pytest.fixture(params=["unix", "tcp"])

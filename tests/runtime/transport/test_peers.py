@@ -30,17 +30,13 @@ from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import SharedPool, sweep
 from m2flow.runtime.transport.wire import UnsendableError
+from tests.patience import LONG, SOON
 from tests.runtime.transport.no_descriptors import DescriptorsFail, descriptors_fail
 
 __all__ = ["descriptors_fail"]
 
 KEY = b"between us"
 
-SOON = 60.0
-"""Seconds within which what has to happen has happened, on however busy a machine."""
-
-LONG = 3600.0
-"""A deadline that is not waited for."""
 BATCH = Batch(
     {
         "tokens": Ragged(torch.arange(5), [2, 0, 3]),

@@ -11,12 +11,10 @@ import pytest
 
 from m2flow.runtime.driver import processes
 from m2flow.runtime.transport.process_watch import ProcessWatch
+from tests.patience import SOON
 from tests.runtime.transport.no_descriptors import DescriptorsFail, descriptors_fail
 
 __all__ = ["descriptors_fail"]
-
-SOON = 60.0
-"""Seconds within which an end is seen, on however busy a machine."""
 
 
 @pytest.fixture
