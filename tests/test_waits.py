@@ -54,6 +54,7 @@ THREAD = "whoever closes it: a last entry is put into the queue of the thread"
 ENDED_BY = {
     "cli/app.py: dash": "the user, by Ctrl-C",
     "environments/child.py: _Child.run": OWNER,
+    "environments/child.py: _Child.next_command": OWNER,
     "environments/process.py: SimulatorProcess.send": "the socket, by its own SO_SNDTIMEO",
     "environments/process.py: SimulatorProcess.kill": KILLED,
     "environments/process.py: SimulatorProcess.read": "the socket, by the SO_RCVTIMEO of `send`",

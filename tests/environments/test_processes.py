@@ -12,13 +12,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
+from m2flow.environments import child
 from m2flow.environments.deadlines import Deadlines
+from m2flow.environments.memory import anonymous_memory
 from m2flow.environments.process import SimulatorProcess, Source
 from m2flow.environments.processes import ProcessEnvironments
 from m2flow.environments.serial import SerialEnvironments
@@ -282,6 +287,66 @@ def test_a_process_that_wakes_up_does_not_keep_the_host_from_waking_the_others()
     policies = [os.sched_getscheduler(pid) for pid in there.pids]
     there.close()
     assert policies == [os.SCHED_BATCH] * 3
+
+
+class Commands:
+    """A connection on which commands come at their time; who reads one earlier sleeps until then.
+
+    Args:
+        now: the time, in a list of one.
+    """
+
+    def __init__(self, now):
+        self.now, self.due, self.number = now, None, -1
+        self.theirs, self.ours = Pipe()
+        self.fileno, self.close = self.theirs.fileno, self.ours.close
+
+    def comes_in(self, seconds):
+        self.due, self.number = self.now[0] + seconds, self.number + 1
+
+    def pass_time(self, seconds):
+        self.now[0] += seconds
+        if self.due is not None and self.now[0] >= self.due:
+            self.ours.send(("command", self.number))
+            self.due = None
+
+    def recv(self):
+        if self.due is not None:
+            self.pass_time(self.due - self.now[0])
+        return self.theirs.recv()
+
+
+@pytest.mark.parametrize(
+    ("processes", "first_took", "awake"),
+    [(2, 0.5, True), (2, 2.0, False), (3, 0.5, False)],
+    ids=["the-last-one-came-soon", "the-last-one-came-late", "more-processes-than-cores"],
+)
+def test_a_process_awaits_the_next_command_awake_where_they_follow_each_other(
+    monkeypatch, processes, first_took, awake
+):
+    """Two cores; time passes while a process sleeps or gives way."""
+    now, gave_way = [0.0], []
+    connection = Commands(now)
+    asked = child._Child(connection)
+    monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(child, "SOON", 1.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+    def give_way():
+        gave_way.append(now[0])
+        connection.pass_time(0.25)
+
+    monkeypatch.setattr(os, "sched_yield", give_way)
+    asked.obey("make", ["toy_environments:Walk", {}, 1])
+    spec = replace(asked.slots.spec, num_envs=processes)
+    asked.obey("attach", [anonymous_memory(), spec, processes, 0, 0])
+    for number, took in enumerate((first_took, 0.75, 3.0)):
+        connection.comes_in(took)
+        assert asked.next_command() == ("command", number)
+    connection.close()
+    second = [first_took + part for part in (0.0, 0.25, 0.5)]
+    third = [first_took + 0.75 + part for part in (0.0, 0.25, 0.5, 0.75)]  # and then it sleeps
+    assert gave_way == (second if awake else []) + (third if processes == 2 else [])
 
 
 def test_a_simulator_has_one_thread_whatever_its_lane_has(monkeypatch):
