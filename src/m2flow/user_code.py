@@ -7,6 +7,7 @@ Lanes look there, too: Ray tells them the folder in which the launcher was conne
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable
@@ -75,6 +76,12 @@ def user_function(
         raise refused(f"{name} is no function")
     made: Callable[..., Any] = function
     return made
+
+
+def gives_coroutines(function: Callable[..., Any]) -> bool:
+    """Whether it is an `async def`, or an object whose `__call__` is one."""
+    call = getattr(function, "__call__", None)  # noqa: B004, of the object, not of its class
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def what_raised(error: BaseException) -> str:

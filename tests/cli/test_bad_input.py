@@ -144,6 +144,10 @@ SETTINGS = [
     (["reward=rewards_of_mine:number"], ["reward", "number is no function"]),
     (["reward=rewards_of_mine:two"], ["reward", "does not take four arguments"]),
     (["reward=rewards_of_mine:twoo"], ["reward", "has no twoo", "did you mean 'two'?"]),
+    (
+        ["reward=[{function: math, deadline_seconds: 1e9}]"],
+        ["reward", "deadline_seconds", "less than or equal to 1000000"],
+    ),
     (["reward=no_such_module:f"], ["reward", "there is no module no_such_module"]),
     (["generation.engine=vllm"], ["generation.engine", "pip install 'm2flow[vllm"]),
     (["generation.engine=sglang"], ["generation.engine", "pip install 'm2flow[sglang"]),

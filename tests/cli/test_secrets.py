@@ -64,7 +64,7 @@ def keep(folder: Path, names: Path) -> None:
                     os.link(path, names / f"{path.stat().st_ino}-{file}")
 
 
-@pytest.mark.parametrize("mode", ["eager", "collocated"])
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.slow), "collocated"])
 def test_a_run_keeps_secrets_to_itself(tiny: Path, mode: str) -> None:
     """Configuration, records, logs of lanes, report, timeline, and what doctor makes of them."""
     keys = ("lanes=cpu:2", "steps=1", "evaluation.problems=0", "warmup.steps=0")

@@ -36,6 +36,14 @@ async def later(environment: Environment, did: Transition) -> float:
     return 0.0
 
 
+class Later:
+    async def __call__(self, environment: Environment, did: Transition) -> float:
+        return 0.0
+
+
+later_still = Later()
+
+
 @pytest.mark.parametrize("processes", [0, 1])
 def test_the_function_takes_the_place_of_the_reward(processes: int) -> None:
     options: dict[str, Any] = {"processes": processes}
@@ -75,6 +83,7 @@ def test_what_the_simulator_tells_is_there_for_it() -> None:
         (f"{HERE}:leening", r"environment\.reward: .*has no leening.*leaning"),
         (f"{HERE}:too_many", r"environment\.reward: takes other arguments"),
         (f"{HERE}:later", r"environment\.reward: is a coroutine function"),
+        (f"{HERE}:later_still", r"environment\.reward: is a coroutine function"),
     ],
 )
 def test_a_function_that_does_not_fit_is_refused(path: str, said: str) -> None:

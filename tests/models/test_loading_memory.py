@@ -234,10 +234,10 @@ def to_generate(groups: LaneGroups, folder: Path, dtype: str, layout: str, root:
     ("kind", "dtype", "load", "layout", "kept", "on_its_way"),
     [
         ("mixture", "bfloat16", to_train, "fsdp4", 1, 1),
-        ("mixture", "bfloat16", to_train, "ep4", 1, 1),
+        pytest.param("mixture", "bfloat16", to_train, "ep4", 1, 1, marks=pytest.mark.slow),
         ("mixture", "bfloat16", to_generate, "tp4", 1, 1),
         ("mixture", "float32", to_train, "ep4", 1, 2),  # single experts are in float32 first
-        ("dense", "float32", to_train, "tp4", 1, 1),
+        pytest.param("dense", "float32", to_train, "tp4", 1, 1, marks=pytest.mark.slow),
         ("dense", "float32", to_generate, "one", LANES, 1),
     ],
 )

@@ -111,6 +111,8 @@ RIGHT = [
     ("18", "The answer is...18"),
     ("18", "It is 18 (six a day for three days)"),
     ("18", "She pays $5 + $13 = $18."),
+    ("18", "the greatest of [12, 9, 18] is (18)"),
+    ("2500", "It is two thousand five hundred (2,500)"),
     ("18", r"first \boxed{17}, no: \boxed{18}"),
     ("18", r"\boxed{18}, put into \boxed{}"),
     ("18", "#### 17\n#### 18"),
@@ -287,6 +289,9 @@ WRONG = [
     ("2500", r"\boxed{x = (2,500)}"),
     ("-2500", r"\boxed{(-2,500)}"),
     ("2500", "so it is $(2,500)$."),
+    ("100", "the range is (0, 100)"),
+    ("100", "The range is [0,100]."),
+    ("7", "so the point is (-5, 2.5, 7) at last."),
     ("5", r"\boxed{5 factorial}"),
     ("5", r"\boxed{5 ninths}"),
     ("1.6e-19", r"\boxed{0.000000}"),
@@ -559,7 +564,12 @@ BOMBS = [
 ]
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
+FEW = [BOMBS[number] for number in (0, 1, 5, 9, 12, 18)]
+
+
+@pytest.mark.parametrize(
+    "bomb", FEW + [pytest.param(one, marks=pytest.mark.slow) for one in BOMBS if one not in FEW]
+)
 def test_what_asks_for_endless_work_is_wrong_and_the_next_answer_is_judged(bomb: str) -> None:
     assert verify(r"\sqrt{3}", f"\\boxed{{{bomb}}}") == 0.0
     assert verify("18", f"\\boxed{{{bomb}}}") == 0.0

@@ -128,6 +128,12 @@ async def shares_later(prompts, completions, completion_ids, rows):
     await asyncio.sleep(0)
     return shares(prompts, completions, completion_ids, rows)
 
+class Judge:
+    async def __call__(self, prompt, completion, completion_ids, row):
+        return 1.0 if row["level"] == "easy" else 0.5
+
+judge = Judge()
+
 number = 3
 """
 
@@ -163,6 +169,10 @@ def test_several_functions_add_up_by_weight(folder: str) -> None:
 
 def test_one_that_judges_several_may_be_a_coroutine_function(folder: str) -> None:
     assert weighted_sum([of(folder, "shares_later")], JUDGED) == Scores([0.4, 0.6], ["", ""])
+
+
+def test_an_object_whose_calls_are_coroutines_is_awaited(folder: str) -> None:
+    assert weighted_sum([of(folder, "judge")], JUDGED) == Scores([1.0, 0.5], ["", ""])
 
 
 def test_a_function_itself_will_do_and_travels() -> None:

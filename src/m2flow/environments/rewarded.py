@@ -18,7 +18,7 @@ from typing import Any
 
 from m2flow.environments.environment import Array, Environment, Transition
 from m2flow.errors import UserError
-from m2flow.user_code import user_function
+from m2flow.user_code import gives_coroutines, user_function
 
 KEY = "environment.reward"
 
@@ -83,7 +83,7 @@ def reward_at(path: str) -> StepReward:
     """
     function = user_function(path, KEY)
     expected = "def reward(environment, transition) -> float"
-    if inspect.iscoroutinefunction(function):
+    if gives_coroutines(function):
         raise UserError("is a coroutine function", key=KEY, value=path, expected=expected)
     try:
         inspect.signature(function).bind(None, None)

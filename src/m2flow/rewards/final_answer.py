@@ -42,6 +42,8 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.ASCII,
 )
+# A point, an interval or a list is one answer; `(2,500)` is a number that explains another.
+_TUPLE = re.compile(rf"[(\[]\s*[-−]?(?>{DIGITS})(?:\s*,\s*[-−]?(?>{DIGITS}))+\s*[)\]]", re.ASCII)
 # Inline dollars as pandoc reads them, so that `$5 and $6` is money: no space inside the
 # delimiters, no digit after the closing one.
 _FORMULA = re.compile(
@@ -145,7 +147,9 @@ def _box_content(text: str, start: int) -> str | None:
 
 
 def _last_number(text: str) -> str | None:
-    """The last number of a text, with its sign and percent sign, or the formula that holds it."""
+    """The last number of a text, with its sign and percent sign, or what holds it: the formula, or
+    numbers in brackets.
+    """
     last_digit = max(text.rfind(digit) for digit in "0123456789")
     if last_digit < 0:
         return None
@@ -154,6 +158,9 @@ def _last_number(text: str) -> str | None:
         for formula in _FORMULA.finditer(text, start, last_digit + _WINDOW_CHARS):
             if formula.start() <= last_digit < formula.end():
                 return _content(formula)
+    for several in _TUPLE.finditer(text, max(0, last_digit - 100), last_digit + 32):
+        if several.start() <= last_digit < several.end():
+            return several.group()
     token = _last(_TOKEN.finditer(text, max(0, last_digit - 100), last_digit + 32))
     return token.group() if token else None
 

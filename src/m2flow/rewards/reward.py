@@ -33,7 +33,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 from m2flow.errors import UserError
 from m2flow.plan.machine import available_cores
 from m2flow.rewards.event_loop import STUCK_SECONDS, LateCoroutine, run_coroutine
-from m2flow.user_code import FUNCTION, caught, user_function, what_raised
+from m2flow.user_code import FUNCTION, caught, gives_coroutines, user_function, what_raised
 
 SHORT_NAMES = {
     "addition": "m2flow.rewards.addition:addition_reward",
@@ -259,7 +259,7 @@ def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]
     function: Any = part.load()
     columns = (judged.prompts, judged.completions, judged.completion_ids, judged.rows)
     rows = list(zip(*columns, strict=True))
-    waits = inspect.iscoroutinefunction(function)
+    waits = gives_coroutines(function)
     if getattr(function, "batched", False):
 
         def judge(*given: Any) -> Any:

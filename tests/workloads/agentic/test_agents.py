@@ -35,7 +35,14 @@ async def later(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
     sync(problem, endpoint)
 
 
-@pytest.mark.parametrize("function", [sync, later])
+class Keeps:
+    """The same, of an object."""
+
+    async def __call__(self, problem: Mapping[str, Any], endpoint: Endpoint) -> None:
+        await later(problem, endpoint)
+
+
+@pytest.mark.parametrize("function", [sync, later, Keeps()], ids=["sync", "async", "object"])
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_each_costs_its_own_call(function: Callable[..., Any], concurrency: int) -> None:
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()

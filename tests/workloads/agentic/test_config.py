@@ -36,6 +36,14 @@ CALCULATOR = RECIPES / "agentic-calculator.yaml"
         ("episode.max_tokens=8", r"generation\.max_new_tokens: .*at most episode\.max_tokens = 8"),
         ("episode.call=['', ']']", r"episode\.call"),
         ("episode.tool_deadline_seconds=0", r"episode\.tool_deadline_seconds"),
+        (
+            "episode.tool_deadline_seconds=1e9",
+            r"tool_deadline_seconds.*less than or equal to 1000000",
+        ),
+        (
+            "agent={function: 'my:agent', deadline_seconds: 1e9}",
+            r"agent\.deadline_seconds.*less than or equal to 1000000",
+        ),
         ("episode.dialect=chat", "cannot write turns of tools"),
         ("episode.credit=turn", r"episode\.credit: .*turn_reward"),
         ("agent=my:agent", r"warmup\.steps: demonstrations are of m2flow's own tools"),

@@ -277,6 +277,9 @@ class TestJsonl:
         path = write_rows(tmp_path / "rows.jsonl", 10)
         with pytest.raises(UserError, match=r"held_out_rows.*0 to 9"):
             Jsonl(path=path, held_out_rows=held_out_rows)
+        one = write_rows(tmp_path / "one.jsonl", 1)
+        with pytest.raises(UserError, match=r"held_out_rows.*its rows \(1\).*expected 0[,;]"):
+            Jsonl(path=one, held_out_rows=held_out_rows)
 
     def test_settings_that_contradict(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "rows.jsonl", 10)

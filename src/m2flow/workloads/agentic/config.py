@@ -13,8 +13,8 @@ from m2flow.errors import UserError
 from m2flow.tools.registry import check_name
 from m2flow.workloads.common.recipe import (
     Count,
+    Deadline,
     Options,
-    Positive,
     Section,
     refuse_keys_of_others,
 )
@@ -58,7 +58,7 @@ class AgentPart(Section):
     """
 
     function: str
-    deadline_seconds: Positive = 300.0
+    deadline_seconds: Deadline = 300.0
     concurrency: Count = 64
 
 
@@ -94,7 +94,7 @@ class EpisodeSection(Section):
     max_turns: Count = 4
     max_tokens: Count = 1024
     max_result_tokens: Count = 256
-    tool_deadline_seconds: Positive = 10.0
+    tool_deadline_seconds: Deadline = 10.0
     tool_concurrency: Count = 8
     dialect: Literal["auto", "chat", "tags"] = "auto"
     call: Brackets = ("[", "]")

@@ -14,6 +14,7 @@ from m2flow.errors import UserError
 from m2flow.workloads.common import recipe as common
 from m2flow.workloads.common.recipe import (
     Count,
+    Deadline,
     Decay,
     Flag,
     Natural,
@@ -35,10 +36,10 @@ class DeadlinesPart(Section):
     call that draws, saves or restores.
     """
 
-    start: Positive = 600.0
-    reset: Positive = 300.0
-    step: Positive = 60.0
-    render: Positive = 120.0
+    start: Deadline = 600.0
+    reset: Deadline = 300.0
+    step: Deadline = 60.0
+    render: Deadline = 120.0
 
 
 class EnvironmentSection(Section):

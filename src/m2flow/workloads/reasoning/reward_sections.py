@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from m2flow.errors import UserError
-from m2flow.workloads.common.recipe import Count, NonNegative, Options, Positive, Section
+from m2flow.workloads.common.recipe import Count, Deadline, NonNegative, Options, Positive, Section
 
 Weight = Annotated[float, Field(strict=True)]
 
@@ -29,7 +29,7 @@ class RewardPart(Section):
 
     function: str
     weight: Weight = 1.0
-    deadline_seconds: Positive = 60.0
+    deadline_seconds: Deadline = 60.0
     concurrency: Count = 64
 
 

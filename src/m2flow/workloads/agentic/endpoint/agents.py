@@ -14,7 +14,6 @@ trajectory alone.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from m2flow.rewards.event_loop import LoopThread, shared_loop
-from m2flow.user_code import caught, what_raised
+from m2flow.user_code import caught, gives_coroutines, what_raised
 from m2flow.workloads.agentic.endpoint.server import MODEL
 
 LONGEST = 400
@@ -65,7 +64,7 @@ class Agents:
     ) -> None:
         self._function, self._seconds, self._ended = function, seconds, ended
         self._shared: LoopThread | None = None
-        if inspect.iscoroutinefunction(function):
+        if gives_coroutines(function):
             self._shared, self._turns = shared_loop(), asyncio.Semaphore(concurrency)
             self._begun: list[Future[None]] = []
             return

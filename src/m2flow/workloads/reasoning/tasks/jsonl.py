@@ -167,10 +167,10 @@ def _split(
         held_out_rows = max(1, min(256, len(problems) // 10))
     if not 0 <= held_out_rows < len(problems):
         raise UserError(
-            f"{path} has {len(problems)} rows, and some must be left to train on",
+            f"{path}: some of its rows ({len(problems)}) must be left to train on",
             key="data.options.held_out_rows",
             value=held_out_rows,
-            expected=f"0 to {len(problems) - 1}",
+            expected=f"0 to {len(problems) - 1}" if len(problems) > 1 else "0",
             hint="or name a file to hold out in data.eval_path",
         )
     cut = len(problems) - held_out_rows
