@@ -82,7 +82,7 @@ class StageLedger:
         self.node = node
         self.sticky = sticky
         self.num_items = num_items
-        self.unit_items = {"item": 1, "group": node.group_size, "step": num_items}[node.unit]
+        self.unit_items = node.unit_items(num_items)
         self.num_units = num_items // self.unit_items
         self.window = 0
         self.leased = 0

@@ -231,7 +231,7 @@ def check_items(graph: FlowGraph, num_items: int) -> None:
     """
     for node in graph.nodes:
         total = num_items * node.fanout
-        units = total // {"item": 1, "group": node.group_size, "step": total}[node.unit]
+        units = total // node.unit_items(total)
         if units % node.minibatches:
             raise PlanError(
                 f"cannot cut {units} {node.unit}s of a step into {node.minibatches} mini-batches "

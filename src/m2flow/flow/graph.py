@@ -62,6 +62,10 @@ class StageNode:
     def is_function(self) -> bool:
         return not self.method
 
+    def unit_items(self, num_items: int) -> int:
+        """Items of one unit, where a step brings the stage so many items."""
+        return {"item": 1, "group": self.group_size, "step": num_items}[self.unit]
+
 
 @dataclass(frozen=True, slots=True)
 class WeightEdge:

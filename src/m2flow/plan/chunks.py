@@ -21,22 +21,17 @@ ITEMS_IN_TIME = 256
 answers are run well within the deadline of a call, and those of ten thousand are not."""
 
 
-def unit_items(node: StageNode, num_items: int) -> int:
-    """Items of one unit of a stage, in a step of `num_items` source items."""
-    if node.unit == "step":
-        return num_items * node.fanout
-    return node.group_size if node.unit == "group" else 1
-
-
 def window_units(node: StageNode, num_items: int) -> int:
     """Units that a stage has to do in one mini-batch of a step of `num_items` source items."""
-    return num_items * node.fanout // unit_items(node, num_items) // node.minibatches
+    total = num_items * node.fanout
+    return total // node.unit_items(total) // node.minibatches
 
 
 def call_items(node: StageNode, stage: StagePlan, num_items: int) -> int:
     """Items that a call of a stage holds at most, in a step of `num_items` source items."""
     units = window_units(node, num_items)
-    return min(stage.max_running or stage.chunk or units, units) * unit_items(node, num_items)
+    each = node.unit_items(num_items * node.fanout)
+    return min(stage.max_running or stage.chunk or units, units) * each
 
 
 def cut(node: StageNode, num_items: int, calls: int) -> StagePlan:
@@ -67,7 +62,7 @@ def in_time(
             continue
         stage = stages.get(node.name, StagePlan())
         if call_items(node, stage, num_items) > ITEMS_IN_TIME:
-            most = max(1, ITEMS_IN_TIME // unit_items(node, num_items))
+            most = max(1, ITEMS_IN_TIME // node.unit_items(num_items * node.fanout))
             found[node.name] = replace(stage, chunk=most)
     return found
 

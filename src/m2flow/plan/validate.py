@@ -14,7 +14,6 @@ from m2flow.errors import PlanError, suggestion
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan.builders import placed
-from m2flow.plan.chunks import unit_items
 from m2flow.plan.memory import check_memory
 from m2flow.plan.profile.hardware import DEVICES
 
@@ -290,6 +289,7 @@ def _check_edges(plan: Plan, graph: FlowGraph, num_items: int) -> None:
 
 def _room_needed(graph: FlowGraph, producer: int, consumer: int, num_items: int) -> int:
     """Return how many items an edge must hold lest the stages after it wait for ever."""
-    made_at_once = unit_items(graph.nodes[producer], num_items) * graph.nodes[producer].expands
+    maker = graph.nodes[producer]
+    made_at_once = maker.unit_items(num_items * maker.fanout) * maker.expands
     behind = [graph.nodes[stage] for stage in graph.between(producer, consumer)]
-    return max(made_at_once, *(unit_items(node, num_items) for node in behind))
+    return max(made_at_once, *(node.unit_items(num_items * node.fanout) for node in behind))

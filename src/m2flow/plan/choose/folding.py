@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.engine.steps import check_items
+from m2flow.errors import PlanError
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan.choose.problem import PlanningProblem
-from m2flow.plan.chunks import unit_items
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.profile import Profile, StageCost
 from m2flow.plan.units import Seconds
@@ -33,21 +34,18 @@ def fold_of(problem: PlanningProblem) -> int:
     return max(
         fold
         for fold in range(1, max(1, sum(counts) // least) + 1)
-        if _divides(problem, fold)
-        and all(count >= fold for count in counts)
-        and all(count % fold <= IDLE * count for count in counts)
+        if all(count >= fold and count % fold <= IDLE * count for count in counts)
+        if problem.num_items % fold == 0 and _divides(problem.graph, problem.num_items // fold)
     )
 
 
-def _divides(problem: PlanningProblem, fold: int) -> bool:
-    """Whether a step of so many items fewer has whole units and mini-batches."""
-    if problem.num_items % fold:
+def _divides(graph: FlowGraph, items: int) -> bool:
+    """Whether a step of so many items has whole mini-batches."""
+    try:
+        check_items(graph, items)
+    except PlanError:
         return False
-    items = problem.num_items // fold
-    return all(
-        items * node.fanout % (unit_items(node, items) * node.minibatches) == 0
-        for node in problem.graph.nodes
-    )
+    return True
 
 
 def folded(problem: PlanningProblem, fold: int) -> PlanningProblem:

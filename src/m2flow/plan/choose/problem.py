@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
-from m2flow.plan.chunks import unit_items, window_units
+from m2flow.plan.chunks import window_units
 from m2flow.plan.profile import Profile, StageCost, WorkerCost
 from m2flow.plan.units import Bytes, Items, Seconds
 
@@ -57,11 +57,12 @@ class PlanningProblem:
         self.memory = {k: min((m for kind, m in limits if kind == k), default=None) for k in kinds}
         self.workers = graph.workers
         self.number = {worker: n for n, worker in enumerate(self.workers)}
-        self.companions = {worker: self._companions(worker) for worker in self.workers}
-        self.options = {worker: self._options(worker) for worker in self.workers}
+        apart = [x for x in dict.fromkeys(graph.weight_edges) if x.target not in self.workers]
+        self.companions = {w: tuple(x.target for x in apart if x.source == w) for w in self.workers}
         self.nodes_of = {w: [n for n in graph.nodes if n.worker == w] for w in self.workers}
+        self.options = {worker: self._options(worker) for worker in self.workers}
         self.windows = [window_units(node, num_items) for node in graph.nodes]
-        self.unit_items = [unit_items(node, num_items) for node in graph.nodes]
+        self.unit_items = [node.unit_items(num_items * node.fanout) for node in graph.nodes]
         self.weight_edges = tuple(
             (self.number[edge.source], self.number[edge.target])
             for edge in graph.weight_edges
@@ -75,12 +76,8 @@ class PlanningProblem:
         self._cost = cache(profile.cost)
         self._kept: dict[tuple[object, ...], Any] = {}
 
-    def _companions(self, worker: str) -> tuple[str, ...]:
-        edges = [edge for edge in self.graph.weight_edges if edge.source == worker]
-        return tuple(dict.fromkeys(e.target for e in edges if e.target not in self.workers))
-
     def _options(self, worker: str) -> tuple[WorkerCost, ...]:
-        nodes = [node for node in self.graph.nodes if node.worker == worker]
+        nodes = self.nodes_of[worker]
         costs = [self.profile.stage(node.name).costs for node in nodes]
         single = any(node.sticky or (node.streaming and node.is_function) for node in nodes)
         known = [{(one.lanes, one.layout, one.kind) for one in some} for some in costs]
