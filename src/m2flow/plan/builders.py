@@ -67,20 +67,10 @@ def disaggregated(
         for member in loop.members
     }
     rollout |= mates - _trained(graph)
-    _check_split(
-        "disaggregated",
-        lanes,
-        "a stage that generates" if not rollout else None,
-        "work beside the generation" if rollout >= set(graph.workers) else None,
-    )
-    first, second = _halves(lanes)
-    part = dict.fromkeys(rollout | _idle(graph), first)
-    placements = {
-        worker: _placement(worker, part.get(worker, second), layouts) for worker in placed(graph)
-    }
-    stages = pipelined(graph, placements, num_items)
-    order = tuple(node.name for node in reversed(graph.nodes))
-    return Plan("disaggregated", tuple(lanes), placements, stages, order=order)
+    first = "a stage that generates", rollout
+    second = "work beside the generation", set(graph.workers) - rollout
+    plan = _split("disaggregated", graph, lanes, num_items, layouts, first, second)
+    return replace(plan, order=tuple(node.name for node in reversed(graph.nodes)))
 
 
 def hybrid(
@@ -95,19 +85,43 @@ def hybrid(
     trained = _trained(graph)
     policies = (_generating(graph, loops=False) | _policies(graph)) - trained
     others = set(graph.workers) - trained - policies
-    _check_split(
-        "hybrid",
-        lanes,
-        "a stage that generates on a worker that is not trained" if not policies else None,
-        "an environment, a verifier or a function beside the generation" if not others else None,
-    )
-    first, second = _halves(lanes)
-    part = dict.fromkeys(others, second) | dict.fromkeys(policies | _idle(graph), first)
+    first = "a stage that generates on a worker that is not trained", policies
+    second = "an environment, a verifier or a function beside the generation", others
+    return _split("hybrid", graph, lanes, num_items, layouts, first, second)
+
+
+def _split(
+    mode: str,
+    graph: FlowGraph,
+    lanes: Sequence[LaneSpec],
+    num_items: int,
+    layouts: Mapping[str, Layout],
+    first: tuple[str, set[str]],
+    second: tuple[str, set[str]],
+) -> Plan:
+    """The plan with workers on each half of the lanes, in a pipeline, and the others on all lanes.
+
+    Args:
+        mode, graph, lanes, num_items, layouts: of the plan.
+        first, second: what the mode needs on a half, and the workers that stand there. The first
+            half has the odd lane, and workers that take weights for other methods of the flow.
+    """
+    missing = [what for what, workers in (first, second) if not workers]
+    missing += ["two lanes"] if len(lanes) < 2 else []
+    if missing:
+        raise UserError(
+            f"{mode} needs {missing[0]}",
+            key="mode",
+            value=f"{len(lanes)} lanes",
+            hint="use --mode collocated",
+        )
+    half, idle = (len(lanes) + 1) // 2, set(placed(graph)) - set(graph.workers)
+    part = dict.fromkeys(second[1], lanes[half:]) | dict.fromkeys(first[1] | idle, lanes[:half])
     placements = {
         worker: _placement(worker, part.get(worker, lanes), layouts) for worker in placed(graph)
     }
-    stages = pipelined(graph, placements, num_items, whole=frozenset(trained))
-    return Plan("hybrid", tuple(lanes), placements, stages)
+    whole = frozenset(graph.workers) - part.keys()
+    return Plan(mode, tuple(lanes), placements, pipelined(graph, placements, num_items, whole))
 
 
 BUILDERS: Mapping[str, Builder] = {
@@ -142,7 +156,14 @@ def build_plan(
     """
     if mode not in BUILDERS:
         raise UserError("is not a mode", key="mode", value=mode, hint=suggestion(mode, BUILDERS))
-    _check_layouts(graph, layouts)
+    for worker, layout in layouts.items():
+        key = f"layouts.{worker}"
+        if worker not in graph.workers:
+            raise UserError("is no worker", key=key, hint=suggestion(worker, graph.workers))
+        if layout.lanes < 1:
+            raise UserError("needs at least one lane", key=key, value=layout.name)
+        if (obstacle := layout.obstacle()) is not None:
+            raise UserError(f"is not possible: {obstacle}", key=key, value=layout.name)
     free = [lane for lane in lanes if lane.reserved_for is None]
     plan = BUILDERS[mode](graph, free, num_items, layouts)
     if mode != "eager" and len(free) < len(lanes):
@@ -235,37 +256,11 @@ def _generating(graph: FlowGraph, loops: bool = True) -> set[str]:
     }
 
 
-def _idle(graph: FlowGraph) -> set[str]:
-    """Workers that take weights for other methods of the flow, such as an evaluation."""
-    return set(placed(graph)) - set(graph.workers)
-
-
 def _policies(graph: FlowGraph) -> set[str]:
     """For each loop with no member that is trained or takes weights: its last one."""
     known = _trained(graph) | {edge.target for edge in graph.weight_edges}
-    found = set()
-    for loop in graph.loops:
-        workers = [graph.nodes[member].worker for member in loop.members]
-        if known.isdisjoint(workers):
-            found.add(workers[-1])
-    return found
-
-
-def _halves(lanes: Sequence[LaneSpec]) -> tuple[Sequence[LaneSpec], Sequence[LaneSpec]]:
-    cut = (len(lanes) + 1) // 2
-    return lanes[:cut], lanes[cut:]
-
-
-def _check_split(mode: str, lanes: Sequence[LaneSpec], *missing: str | None) -> None:
-    """Refuse a mode that has too few lanes, or nothing to put on some of them."""
-    reasons = [*filter(None, missing), *(["two lanes"] if len(lanes) < 2 else [])]
-    if reasons:
-        raise UserError(
-            f"{mode} needs {reasons[0]}",
-            key="mode",
-            value=f"{len(lanes)} lanes",
-            hint="use --mode collocated",
-        )
+    loops = [[graph.nodes[member].worker for member in loop.members] for loop in graph.loops]
+    return {workers[-1] for workers in loops if known.isdisjoint(workers)}
 
 
 def _placement(worker: str, lanes: Sequence[LaneSpec], layouts: Mapping[str, Layout]) -> Placement:
@@ -282,20 +277,3 @@ def _placement(worker: str, lanes: Sequence[LaneSpec], layouts: Mapping[str, Lay
         )
     replicas = tuple(tuple(ids[n : n + size]) for n in range(0, len(ids), size))
     return Placement(replicas, layout=layout.name)
-
-
-def _check_layouts(graph: FlowGraph, layouts: Mapping[str, Layout]) -> None:
-    """Refuse layouts that the graph's workers cannot have, whatever the lanes.
-
-    Raises:
-        UserError: a layout is of no worker, or has an obstacle.
-    """
-    for worker, layout in layouts.items():
-        key = f"layouts.{worker}"
-        if worker not in graph.workers:
-            raise UserError("is no worker", key=key, hint=suggestion(worker, graph.workers))
-        if layout.lanes < 1:
-            raise UserError("needs at least one lane", key=key, value=layout.name)
-        obstacle = layout.obstacle()
-        if obstacle is not None:
-            raise UserError(f"is not possible: {obstacle}", key=key, value=layout.name)
