@@ -74,14 +74,10 @@ class LaneAccount:
     neighbours: int
 
     @property
-    def states_bytes(self) -> float:
-        """Of all states together."""
-        return sum(one.state_bytes for one in self.holdings)
-
-    @property
     def most_bytes(self) -> float:
         """Of all states, and of the largest call."""
-        return self.states_bytes + max((one.call_bytes for one in self.holdings), default=0.0)
+        states = sum(one.state_bytes for one in self.holdings)
+        return states + max((one.call_bytes for one in self.holdings), default=0.0)
 
     @property
     def takes_turns(self) -> bool:

@@ -138,8 +138,9 @@ def _first(kind: type[Any], found: Any, where: str, error: type[UserError]) -> U
     """The first of pydantic's errors in one line; an unknown key explains a missing one."""
     entries = found.errors(include_url=False)
     entry = min(entries, key=lambda entry: entry["type"] != UNKNOWN_KEY)
-    path = entry["loc"][1:]
-    key = f"{where}: {_path_text(path)}" if path else where
+    path = entry["loc"][1:]  # such as ("lanes", 0, "id"), told as lanes[0].id
+    steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    key = f"{where}: {steps.removeprefix('.')}" if path else where
     value = entry["input"] if len(repr(entry["input"])) <= LONGEST_VALUE else None
     message = entry["msg"].removeprefix("Value error, ")
     if entry["type"] == UNKNOWN_KEY:
@@ -150,12 +151,6 @@ def _first(kind: type[Any], found: Any, where: str, error: type[UserError]) -> U
         return error(message, key=key)
     expected = message.removeprefix("Input should be ")
     return error("is of the wrong type", key=key, value=value, expected=expected)
-
-
-def _path_text(path: Sequence[str | int]) -> str:
-    """`("lanes", 0, "id")` as `lanes[0].id`."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    return text.removeprefix(".")
 
 
 def _keys(kind: type[Any]) -> set[str]:

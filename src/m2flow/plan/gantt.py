@@ -61,10 +61,11 @@ def lay_out(
         lanes: lanes that are drawn even if they have no span.
     """
     window = extent(spans) if window is None else window
-    rows = []
+    rows, length = [], window[1] - window[0]
     for lane, own in by_lane(spans, lanes).items():
         found = tuple(pieces(own, window))
-        rows.append(GanttRow((lane,), found, _idle(found, window)))
+        idle = 1.0 - sum(piece.seconds for piece in found) / length if length > 0 else 0.0
+        rows.append(GanttRow((lane,), found, max(0.0, idle)))
     return Gantt(*window, tuple(rows))
 
 
@@ -75,28 +76,26 @@ def folded(chart: Gantt, columns: int) -> Gantt:
         chart: with a row for each lane.
         columns: at least 1.
     """
-    drawn = {row.lanes[0]: tuple(in_columns(row.pieces, chart, columns)) for row in chart.rows}
-    shown = drawn
-    if len(set(drawn.values())) > MAX_ROWS:
+    drawn = [tuple(in_columns(row.pieces, chart, columns)) for row in chart.rows]
+    if len(set(drawn)) > MAX_ROWS:
         groups: dict[frozenset[Work], list[tuple[Work | None, ...]]] = {}
-        for row in drawn.values():
-            groups.setdefault(_stages(row), []).append(row)
+        for shown in drawn:
+            groups.setdefault(_stages(shown), []).append(shown)
         # Each column shows what most of the rows show there.
         common = {key: tuple(map(mode, zip(*rows, strict=True))) for key, rows in groups.items()}
-        shown = {lane: common[_stages(row)] for lane, row in drawn.items()}
-    idle = {row.lanes[0]: row.idle for row in chart.rows}
-    together: dict[tuple[Work | None, ...], list[int]] = {}
-    for lane, row in shown.items():
-        together.setdefault(row, []).append(lane)
-    rows = tuple(
+        drawn = [common[_stages(shown)] for shown in drawn]
+    together: dict[tuple[Work | None, ...], list[GanttRow]] = {}
+    for shown, row in zip(drawn, chart.rows, strict=True):
+        together.setdefault(shown, []).append(row)
+    rows = (
         GanttRow(
-            tuple(lanes),
-            tuple(joined(row, chart)),
-            sum(idle[lane] for lane in lanes) / len(lanes),
+            tuple(lane for row in alike for lane in row.lanes),
+            tuple(joined(shown, chart)),
+            sum(row.idle for row in alike) / len(alike),
         )
-        for row, lanes in together.items()
+        for shown, alike in together.items()
     )
-    return Gantt(chart.start, chart.end, rows)
+    return Gantt(chart.start, chart.end, tuple(rows))
 
 
 def in_columns(row: Sequence[Piece], chart: Gantt, columns: int) -> list[Work | None]:
@@ -150,12 +149,6 @@ def joined(columns: Sequence[Work | None], chart: Gantt) -> list[Piece]:
 def lane_names(lanes: Sequence[int]) -> str:
     """`lane 2`, `lanes 0-3, 8`."""
     return f"lane{'s' if len(lanes) > 1 else ''} {ids_text(sorted(lanes)).replace(',', ', ')}"
-
-
-def _idle(row: Sequence[Piece], window: Window) -> float:
-    """The share of a window that no piece covers."""
-    length = window[1] - window[0]
-    return max(0.0, 1.0 - sum(piece.seconds for piece in row) / length) if length > 0 else 0.0
 
 
 def _stages(row: Sequence[Work | None]) -> frozenset[Work]:

@@ -39,8 +39,7 @@ def cgroup_folders(controller: str, proc: Path, cgroup: Path) -> Iterator[Path]:
 
 def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> float:
     """CPU cores this process may use: its affinity mask, or less where a cgroup's quota says so."""
-    on_linux = hasattr(os, "sched_getaffinity")
-    cores: float = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
+    cores: float = len(os.sched_getaffinity(0))
     for folder in cgroup_folders("cpu", proc, cgroup):
         v1 = f"{read_text(folder / 'cpu.cfs_quota_us')} {read_text(folder / 'cpu.cfs_period_us')}"
         quota_and_period = (read_text(folder / "cpu.max") or v1).split()
@@ -52,9 +51,7 @@ def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> float:
 
 def available_cores() -> tuple[int, ...]:
     """The CPU cores to make lanes of: as many of this process's as its quota keeps busy."""
-    on_linux = hasattr(os, "sched_getaffinity")
-    cores = sorted(os.sched_getaffinity(0)) if on_linux else list(range(os.cpu_count() or 1))
-    return tuple(cores[: max(1, int(usable_cores()))])
+    return tuple(sorted(os.sched_getaffinity(0))[: max(1, int(usable_cores()))])
 
 
 def usable_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> tuple[int, int]:

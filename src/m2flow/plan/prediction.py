@@ -11,7 +11,7 @@ from m2flow.engine.plan import Plan, StagePlan
 from m2flow.engine.spans import Span
 from m2flow.plan.profile import Profile
 from m2flow.plan.units import Bytes, Seconds
-from m2flow.simulation.time_account import Window
+from m2flow.simulation.time_account import Window, by_lane
 
 AS_GOOD = 0.01
 """Relative difference of predicted seconds up to which two plans count as equally fast."""
@@ -53,9 +53,7 @@ class Prediction:
 
     def every_span(self) -> list[Span]:
         """The spans of all lanes."""
-        of_lane: dict[int, list[Span]] = {}
-        for span in self.spans:
-            of_lane.setdefault(span.lane, []).append(span)
+        of_lane = by_lane(self.spans)
         others = (
             replace(span, lane=lane)
             for lane, like in self.alike.items()

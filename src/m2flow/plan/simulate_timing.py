@@ -187,15 +187,9 @@ class ProfileTiming(Timing):
         seconds = layout.call(Items(count))
         if layout.done is None:
             return Admitted(0.0, [seconds] * len(outputs))
-        order = sorted(
-            range(len(outputs)),
-            key=lambda n: (
-                self.length(node, step, outputs[n]),
-                self._drawn(ORDER, node, step, outputs[n]),
-            ),
-        )
+        ranks = [(self.length(node, step, x), self._drawn(ORDER, node, step, x)) for x in outputs]
         needs = [0.0] * len(outputs)
-        for place, n in enumerate(order, start=1):
+        for place, n in enumerate(sorted(range(len(ranks)), key=ranks.__getitem__), start=1):
             piece = math.ceil(place * PIECES / len(outputs)) / PIECES
             needs[n] = seconds * layout.done.at(max(place / len(outputs), piece))
         return Admitted(0.0, needs)
@@ -254,19 +248,14 @@ class ProfileTiming(Timing):
     def leaves(self, node: StageNode, step: int, item: int) -> bool:
         """Items leave after as many visits of members as their turns say, halves of turns too."""
         assert node.loop is not None
-        key = (node.loop, step, item)
+        loop, key = self.graph.loops[node.loop], (node.loop, step, item)
         left = self._visits_left.pop(key, None)
         if left is None:
-            left = self._visits(node.loop, step, item)
-        if left == 1:
-            return True
-        self._visits_left[key] = left - 1
-        return False
-
-    def _visits(self, loop: int, step: int, item: int) -> int:
-        spec = self.graph.loops[loop]
-        first = self.graph.nodes[spec.members[0]]
-        turns, wanted = self._stages[first.index].turns, float(spec.max_turns or 1)
-        if turns is not None:
-            wanted = turns.at(self._drawn(TURNS, first, step, item))
-        return max(1, round(wanted * len(spec.members)))
+            first = self.graph.nodes[loop.members[0]]
+            turns, wanted = self._stages[first.index].turns, float(loop.max_turns or 1)
+            if turns is not None:
+                wanted = turns.at(self._drawn(TURNS, first, step, item))
+            left = max(1, round(wanted * len(loop.members)))
+        if left > 1:
+            self._visits_left[key] = left - 1
+        return left == 1

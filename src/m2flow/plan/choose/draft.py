@@ -117,16 +117,14 @@ def obstacle(problem: PlanningProblem, draft: Draft) -> str | None:
     return None if need is None else f"{' beside '.join(need.workers)} does not fit on a lane"
 
 
-def stretches(problem: PlanningProblem, draft: Draft) -> Iterator[tuple[int, list[int]]]:
-    """Neighbouring lanes on which the same workers stand: how many, and who (by number)."""
+def stretches(problem: PlanningProblem, draft: Draft) -> Iterator[list[int]]:
+    """The workers, by number, of each stretch of lanes on which the same ones stand, or none."""
     for kind, ids in problem.ids.items():
         mine = [n for n, spot in enumerate(draft.spots) if spot.option.kind == kind]
         ends = {0, len(ids)}
         ends.update(edge for n in mine for edge in (draft.spots[n].first, draft.spots[n].end))
-        marks = sorted(ends)
-        for low, high in pairwise(marks):
-            here = [n for n in mine if draft.spots[n].first <= low and draft.spots[n].end >= high]
-            yield high - low, here
+        for low, high in pairwise(sorted(ends)):
+            yield [n for n in mine if draft.spots[n].first <= low and draft.spots[n].end >= high]
 
 
 def to_plan(problem: PlanningProblem, draft: Draft) -> Plan:
@@ -202,5 +200,5 @@ def draft_of(problem: PlanningProblem, plan: Plan) -> Draft | None:
 
 def structure(problem: PlanningProblem, draft: Draft) -> str:
     """The workers that share lanes, in words: `generator+verifier | learner`."""
-    groups = (workers for _, workers in stretches(problem, draft) if workers)
+    groups = filter(None, stretches(problem, draft))
     return " | ".join("+".join(problem.workers[n] for n in workers) for workers in groups)

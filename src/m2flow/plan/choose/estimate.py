@@ -178,7 +178,7 @@ def _switching(problem: PlanningProblem, draft: Draft) -> float:
     """Seconds in which a lane brings and takes away states that do not fit on it together."""
     most = 0.0
     if any(limit is not None for limit in problem.memory.values()):
-        for _, workers in stretches(problem, draft):
+        for workers in stretches(problem, draft):
             here = [draft.spots[worker].option for worker in workers]
             limit = problem.memory[here[0].kind] if here else None
             if limit is not None and sum(option.state_bytes for option in here) > limit:

@@ -11,7 +11,6 @@ from m2flow.flow.graph import StageNode
 from m2flow.plan.choose.draft import Draft, Spot, chunk_of, spot_of
 from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.choose.structures import cut, running_limits
-from m2flow.plan.profile import WorkerCost
 
 PIECES = (0.125, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 """Calls of a replica and window that are tried."""
@@ -117,29 +116,19 @@ def _all_calls(problem: PlanningProblem, draft: Draft) -> Iterator[Draft]:
 
 def _spots(problem: PlanningProblem, draft: Draft, worker: int) -> Iterator[Draft]:
     """A worker on other lanes, or in another layout."""
-    spot, name = draft.spots[worker], problem.workers[worker]
+    spot = draft.spots[worker]
+    whole = {kind: (0, len(ids)) for kind, ids in problem.ids.items()}
     kind = spot.option.kind
-    everything = (kind, 0, len(problem.ids[kind]))
-    places = dict.fromkeys([other.lanes for other in draft.spots if other.option.kind == kind])
-    marks = sorted({0, len(problem.ids[kind]), *(m for _, *ends in places for m in ends)})
-    between = [(kind, low, high) for low, high in pairwise(marks)]
-    found = [*places, everything, *between]
-    for option in problem.options[name]:
-        if option.kind == kind:
-            for _, low, high in found:
-                yield from _placed(draft, worker, option, low, high)
-        elif option != spot.option:
-            yield from _placed(draft, worker, option, 0, len(problem.ids[option.kind]))
+    places = dict.fromkeys((x.first, x.end) for x in draft.spots if x.option.kind == kind)
+    marks = sorted({*whole[kind], *(mark for ends in places for mark in ends)})
+    found = [*places, whole[kind], *pairwise(marks)]
+    for option in problem.options[problem.workers[worker]]:
+        for low, high in found if option.kind == kind else [whole[option.kind]]:
+            other = Spot(option, low, (high - low) // option.lanes)
+            if other.replicas >= 1 and other != spot:
+                yield draft.with_spot(worker, other)
     for replicas in {spot.replicas // 2, spot.replicas // 4, 1} - {0, spot.replicas}:
         yield draft.with_spot(worker, replace(spot, replicas=replicas))
-
-
-def _placed(draft: Draft, worker: int, option: WorkerCost, low: int, high: int) -> Iterator[Draft]:
-    replicas = (high - low) // option.lanes
-    if replicas >= 1:
-        spot = Spot(option, low, replicas)
-        if spot != draft.spots[worker]:
-            yield draft.with_spot(worker, spot)
 
 
 def _boundaries(problem: PlanningProblem, draft: Draft) -> Iterator[Draft]:

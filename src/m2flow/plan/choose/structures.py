@@ -62,7 +62,9 @@ def _standing(
     problem: PlanningProblem, kind: str, workers: Sequence[int], lanes: int
 ) -> Iterator[dict[int, Spot]]:
     """Where the workers of a kind may stand, on so many lanes."""
-    free = _heaviest(problem, kind, workers)
+    work = {worker: work_seconds(problem, worker, kind) for worker in workers}
+    heavy = [worker for worker in workers if work[worker] >= LIGHT * sum(work.values())]
+    free = sorted(sorted(heavy, key=lambda worker: -work[worker])[:MOST_APART])
     for blocks in _partitions(len(free)):
         block_of = dict(zip(free, blocks, strict=True))
         for worker in workers:  # in the order of the flow
@@ -94,22 +96,12 @@ def _partitions(count: int) -> Iterator[tuple[int, ...]]:
     yield from longer((), 0)
 
 
-def _heaviest(problem: PlanningProblem, kind: str, workers: Sequence[int]) -> list[int]:
-    """The workers that are dealt out freely, in the order of the flow."""
-    work = {worker: work_seconds(problem, worker, kind) for worker in workers}
-    heavy = [worker for worker in workers if work[worker] >= LIGHT * sum(work.values())]
-    return sorted(sorted(heavy, key=lambda worker: -work[worker])[:MOST_APART])
-
-
 def _beside(problem: PlanningProblem, worker: int, block_of: dict[int, int]) -> int:
     """Return the block of the worker whose outputs a light worker reads; EVERYWHERE if unknown."""
-    for node in problem.nodes_of[problem.workers[worker]]:
-        for producer in node.inputs:
-            if producer != SOURCE:
-                maker = problem.number[problem.graph.nodes[producer].worker]
-                if maker in block_of:
-                    return block_of[maker]
-    return EVERYWHERE
+    nodes, own = problem.graph.nodes, problem.nodes_of[problem.workers[worker]]
+    inputs = (producer for node in own for producer in node.inputs if producer != SOURCE)
+    makers = (problem.number[nodes[producer].worker] for producer in inputs)
+    return next((block_of[maker] for maker in makers if maker in block_of), EVERYWHERE)
 
 
 def work_seconds(problem: PlanningProblem, worker: int, kind: str) -> float:
@@ -195,10 +187,18 @@ def best_option(
 
     With `lean`, among those whose state is smallest.
     """
+    name, limit = problem.workers[worker], problem.memory[kind]
+
+    def working(option: WorkerCost) -> int:
+        """What the smallest calls take on a lane."""
+        nodes = ((node, _least_limit(problem, node, option)) for node in problem.nodes_of[name])
+        return max(problem.working_bytes(node, option, running, 1) for node, running in nodes)
+
     fitting = [
-        option
-        for option in problem.options[problem.workers[worker]]
-        if option.kind == kind and option.lanes <= lanes and fits_alone(problem, worker, option)
+        x
+        for x in problem.options[name]
+        if x.kind == kind and x.lanes <= lanes
+        if limit is None or x.state_bytes + working(x) <= limit
     ]
     if lean and fitting:
         least = min(option.state_bytes for option in fitting)
@@ -207,19 +207,6 @@ def best_option(
         fitting,
         key=lambda x: _lane_seconds(problem, worker, x, lanes // x.lanes) / (lanes // x.lanes),
         default=None,
-    )
-
-
-def fits_alone(problem: PlanningProblem, worker: int, option: WorkerCost) -> bool:
-    """Whether the smallest calls of a worker fit on a lane."""
-    limit = problem.memory[option.kind]
-    if limit is None:
-        return True
-    return all(
-        option.state_bytes
-        + problem.working_bytes(node, option, _least_limit(problem, node, option), 1)
-        <= limit
-        for node in problem.nodes_of[problem.workers[worker]]
     )
 
 
@@ -233,12 +220,8 @@ def running_limits(
     problem: PlanningProblem, node: StageNode, option: WorkerCost
 ) -> set[int | None]:
     """The running limits for which a streaming stage has prices in a layout."""
-    costs = problem.profile.stage(node.name).costs
-    return {
-        one.max_running
-        for one in costs
-        if (one.layout, one.lanes, one.kind) == (option.layout, option.lanes, option.kind)
-    }
+    own = problem.profile.stage(node.name)
+    return {x.max_running for x in own.costs_in(option.layout, option.lanes, option.kind)}
 
 
 def cut(problem: PlanningProblem, spots: tuple[Spot, ...], staleness: int) -> Iterator[Draft]:
@@ -249,7 +232,9 @@ def cut(problem: PlanningProblem, spots: tuple[Spot, ...], staleness: int) -> It
             spot = spots[problem.number[node.worker]]
             limit = _least_limit(problem, node, spot.option)
             calls = 1.0
-            if pipelined and _next_to_other_lanes(problem, node, spots):
+            # Whether the stage can be at work while one that it reads from, or a reader of it, is.
+            apart = any(spots[near].lanes != spot.lanes for near in problem.near[node.index])
+            if pipelined and apart and not node.streaming and node.unit != "step":
                 calls = float(max(1, PIECES // node.minibatches))
                 finer = finer or calls > 1
             asked = node.index, spot.option, spot.replicas, limit, calls
@@ -258,14 +243,6 @@ def cut(problem: PlanningProblem, spots: tuple[Spot, ...], staleness: int) -> It
         if pipelined and not finer:
             return
         yield Draft(spots, tuple(pieces), tuple(running), pipelined, True, staleness)
-
-
-def _next_to_other_lanes(problem: PlanningProblem, node: StageNode, spots: Sequence[Spot]) -> bool:
-    """Whether a stage can be at work while one that it reads from, or that reads from it, is."""
-    if node.streaming or node.unit == "step":
-        return False
-    mine = spots[problem.number[node.worker]].lanes
-    return any(spots[near].lanes != mine for near in problem.near[node.index])
 
 
 def _fine_enough(

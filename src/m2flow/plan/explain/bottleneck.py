@@ -11,7 +11,7 @@ from operator import add
 from m2flow.engine.spans import Span
 from m2flow.plan.prediction import Candidate
 from m2flow.plan.sizes import brief
-from m2flow.simulation.time_account import where_the_time_went
+from m2flow.simulation.time_account import by_lane, where_the_time_went
 
 ALIKE = 0.05
 """Lanes whose idle shares differ by less than this are equally busy."""
@@ -49,22 +49,17 @@ def bottleneck(candidate: Candidate) -> Bottleneck:
     what = max(spent, key=lambda name: spent[name])
     seconds = spent[what] / len(busiest)
     own = tuple(one.lane for one in busiest)
-    share = seconds / accounts[0].seconds if accounts[0].seconds else 0.0
-    tail = _tail(spans, what)
     why = ""
-    if tail is not None:
+    if (tail := _tail(spans, what)) is not None:
         why = f"the last {brief(tail)} of it run on at most half of its lanes: the longest items"
-    return Bottleneck(what, own, seconds, share, why)
+    return Bottleneck(what, own, seconds, accounts[0].share(seconds), why)
 
 
 def _tail(spans: Sequence[Span], stage: str) -> float | None:
     """Seconds in which at most half of a stage's lanes still run it, if they are many."""
     calls = [span for span in spans if (span.kind, span.name) == ("call", stage)]
-    ends: dict[int, float] = {}
-    for span in calls:
-        ends[span.lane] = max(ends.get(span.lane, 0.0), span.end)
+    ends = sorted(max(span.end for span in own) for own in by_lane(calls).values())
     if len(ends) < 2:
         return None
-    ordered = sorted(ends.values())
-    tail = ordered[-1] - ordered[math.ceil(len(ordered) / 2) - 1]
-    return tail if tail > 0.1 * (ordered[-1] - min(span.start for span in calls)) else None
+    tail = ends[-1] - ends[math.ceil(len(ends) / 2) - 1]
+    return tail if tail > 0.1 * (ends[-1] - min(span.start for span in calls)) else None

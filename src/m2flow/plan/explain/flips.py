@@ -16,7 +16,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.plan.choose.folding import folded_profile
 from m2flow.plan.explain.differences import differences
 from m2flow.plan.prediction import AS_GOOD, Candidate, Decision
-from m2flow.plan.profile import Profile, WorkerCost
+from m2flow.plan.profile import LinkCost, Profile, WorkerCost
 from m2flow.plan.simulate import simulate
 from m2flow.plan.units import BytesPerSecond, Seconds
 
@@ -168,9 +168,7 @@ def rescaled(profile: Profile, what: str, factor: float) -> Profile:
             return replace(profile, publish=prices)
         case "links":
             links = {
-                place: replace(
-                    link, latency=scaled(link.latency), rate=BytesPerSecond(link.rate / factor)
-                )
+                place: LinkCost(scaled(link.latency), BytesPerSecond(link.rate / factor))
                 for place, link in profile.links.items()
             }
             return replace(profile, links=links)

@@ -37,11 +37,14 @@ def in_words(explanation: Explanation, width: int = 100) -> list[str]:
 
 def summary(explanation: Explanation) -> list[str]:
     """The choice in a few lines."""
-    lanes, spent = explanation.num_lanes, brief(explanation.seconds_to_decide)
+    seconds, spread = explanation.seconds, float(explanation.predicted.spread)
+    told = f" +- {brief(spread)}" if spread > 1e-3 * seconds else ""
+    rate = explanation.items_per_step / seconds if seconds else 0.0
+    pace = f"{brief(seconds)}{told} a step, {rate:.3g} items/s"
     simulated = f"{explanation.considered} plans simulated with a profile that is"
     lines = [
-        f"plan: {explanation.title}, {lanes} lanes, {_pace(explanation)}",
-        f"  of {simulated} {explanation.source}, in {spent}",
+        f"plan: {explanation.title}, {explanation.num_lanes} lanes, {pace}",
+        f"  of {simulated} {explanation.source}, in {brief(explanation.seconds_to_decide)}",
         *_race(explanation),
         *_bounds(explanation),
         *_runners_up(explanation),
@@ -51,14 +54,6 @@ def summary(explanation: Explanation) -> list[str]:
         lines.append("assumed, as nothing was measured:")
         lines += [f"  {line}" for line in explanation.assumptions]
     return lines
-
-
-def _pace(explanation: Explanation) -> str:
-    """Seconds of a step, and items a second."""
-    seconds, spread = explanation.seconds, float(explanation.predicted.spread)
-    told = f" +- {brief(spread)}" if spread > 1e-3 * seconds else ""
-    rate = explanation.items_per_step / seconds if seconds else 0.0
-    return f"{brief(seconds)}{told} a step, {rate:.3g} items/s"
 
 
 def _race(explanation: Explanation) -> Iterator[str]:

@@ -195,9 +195,8 @@ class StageCost:
     elsewhere: float = 0.0
 
     def __post_init__(self) -> None:
-        for key, limit in (
-            ("lanes", self.lanes), ("max_running", self.max_running), ("slots", self.slots)
-        ):  # fmt: skip
+        for key in ("lanes", "max_running", "slots"):
+            limit = getattr(self, key)
             _check(limit is None or limit >= 1, "must be at least 1", key, limit)
         for key in ("error", "spread", "elsewhere"):
             _check(getattr(self, key) >= 0, "must not be negative", key, getattr(self, key))
@@ -251,6 +250,11 @@ class StageProfile:
         once = len(set(seen)) == len(seen)
         _check(once, "has a cost twice (layout, lanes, max_running, kind)", "costs", seen)
         _check(self.output_bytes >= 0, "must not be negative", "output_bytes", self.output_bytes)
+
+    def costs_in(self, layout: str, lanes: int, kind: str) -> list[StageCost]:
+        """The costs in a layout, one for each running limit; none where it has no price."""
+        asked = layout, lanes, kind
+        return [one for one in self.costs if (one.layout, one.lanes, one.kind) == asked]
 
     def times(self, ratio: float) -> StageProfile:
         """The profile where every call takes so many times as long."""
@@ -395,18 +399,15 @@ class Profile:
         Raises:
             UserError: the profile does not know the stage, or not in this layout.
         """
-        costs = self.stage(stage).costs
-        fitting = [
-            one for one in costs if (one.layout, one.lanes, one.kind) == (layout, lanes, kind)
-        ]
+        own = self.stage(stage)
+        fitting = own.costs_in(layout, lanes, kind)
         if not fitting:
+            known = {f"{one.layout} on {one.lanes} x {one.kind}" for one in own.costs}
             raise UserError(
                 "the profile does not know this stage in this layout on lanes of this kind",
                 key=stage,
                 value=f"{layout} on {lanes} x {kind}",
-                expected=", ".join(
-                    sorted({f"{one.layout} on {one.lanes} x {one.kind}" for one in costs})
-                ),
+                expected=", ".join(sorted(known)),
             )
         wanted = 1 / (max_running or math.inf)
         return min(fitting, key=lambda one: abs(1 / (one.max_running or math.inf) - wanted))

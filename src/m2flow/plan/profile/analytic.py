@@ -151,18 +151,12 @@ class _Kind:
         return self.device.usable_bytes - state - total(one.working_bytes(1))
 
     def _cost(self, one: LayoutWork, most: int) -> StageCost:
-        calls, finish = rising(most), one.finish
+        calls, finish, counts = rising(most), one.finish, rising(self.lanes // one.layout.lanes)
+        ends = finish and tuple((float(n), finish(n).on(self.device)) for n in counts)
         return StageCost(
             one.layout.lanes,
             curve(lambda items: one.call(items).on(self.device), calls),
-            finish=None
-            if finish is None
-            else ByReplicas(
-                tuple(
-                    (float(n), finish(n).on(self.device))
-                    for n in rising(self.lanes // one.layout.lanes)
-                )
-            ),
+            finish=ByReplicas(ends) if ends else None,
             working=curve(lambda items: total(one.working_bytes(items)), calls),
             kind=self.name,
             layout=one.layout.name,

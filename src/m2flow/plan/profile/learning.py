@@ -200,8 +200,6 @@ def _merged(measured: Sequence[Point], known: Piecewise | None, trust: float) ->
     """
     if known is None:
         return monotone(measured)
-    if not measured:
-        return known
     found = []
     for one in measured:
         count = one.count + trust
