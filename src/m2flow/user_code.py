@@ -80,8 +80,7 @@ def user_function(
 
 def gives_coroutines(function: Callable[..., Any]) -> bool:
     """Whether it is an `async def`, or an object whose `__call__` is one."""
-    call = getattr(function, "__call__", None)  # noqa: B004, of the object, not of its class
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def what_raised(error: BaseException) -> str:

@@ -42,7 +42,7 @@ class _Child:
         self.slots: Slots | None = None
         self.memory: ObservationMemory | None = None
         self.number = 0
-        self.has_core = False  # as each of its siblings does
+        self.has_core = False  # to itself: there are as many cores as processes
         self.comes_soon = False  # the next command, as the last one did
         self.has_come = select.poll()
         self.has_come.register(connection.fileno(), select.POLLIN)

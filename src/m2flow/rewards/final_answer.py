@@ -158,10 +158,11 @@ def _last_number(text: str) -> str | None:
         for formula in _FORMULA.finditer(text, start, last_digit + _WINDOW_CHARS):
             if formula.start() <= last_digit < formula.end():
                 return _content(formula)
-    for several in _TUPLE.finditer(text, max(0, last_digit - 100), last_digit + 32):
+    around = max(0, last_digit - 100), last_digit + 32
+    for several in _TUPLE.finditer(text, *around):
         if several.start() <= last_digit < several.end():
             return several.group()
-    token = _last(_TOKEN.finditer(text, max(0, last_digit - 100), last_digit + 32))
+    token = _last(_TOKEN.finditer(text, *around))
     return token.group() if token else None
 
 

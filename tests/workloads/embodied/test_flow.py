@@ -324,6 +324,9 @@ def test_deadlines_are_those_of_environments_and_hold_for_processes() -> None:
     for more in ({"processes": 2}, {"python": "/somewhere/python"}):
         made = recipe(environment={"name": COUNTING, "deadlines": {"step": 10}, **more})
         assert made.environment.hung_after == replace(Deadlines(), step=10)
+    for name in asdict(Deadlines()):
+        with pytest.raises(UserError, match=rf"deadlines\.{name}.*less than or equal to 1000000"):
+            recipe(environment={"name": COUNTING, "processes": 2, "deadlines": {name: 1e9}})
 
 
 def test_episodes_that_end_by_themselves() -> None:

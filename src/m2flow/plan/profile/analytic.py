@@ -151,12 +151,14 @@ class _Kind:
         return self.device.usable_bytes - state - total(one.working_bytes(1))
 
     def _cost(self, one: LayoutWork, most: int) -> StageCost:
-        calls, finish, counts = rising(most), one.finish, rising(self.lanes // one.layout.lanes)
-        ends = finish and tuple((float(n), finish(n).on(self.device)) for n in counts)
+        calls, finish = rising(most), None
+        if (ends := one.finish) is not None:
+            counts = rising(self.lanes // one.layout.lanes)
+            finish = ByReplicas(tuple((float(n), ends(n).on(self.device)) for n in counts))
         return StageCost(
             one.layout.lanes,
             curve(lambda items: one.call(items).on(self.device), calls),
-            finish=ByReplicas(ends) if ends else None,
+            finish=finish,
             working=curve(lambda items: total(one.working_bytes(items)), calls),
             kind=self.name,
             layout=one.layout.name,
