@@ -28,15 +28,13 @@ quickstart-embodied: $(VENV)/.installed ## install, then train a policy from pix
 
 dev: $(VENV)/.installed-dev ## install with the tools for development
 
-# In two processes, but for tests of lanes (chaos, runtime) and of what a whole machine has: these run alone.
-TWO_AT_A_TIME := $(addprefix tests/,algorithms cli engine environments equivalence examples flow fuzz generation models \
-  observe plan rewards simulation tools training workloads test_audit.py test_docs.py test_floors.py test_packaging.py \
-  test_results.py test_site.py test_waits.py)
+# Two files at a time, but for those that compare what was measured with real seconds: these run alone.
+ALONE := tests/runtime/profiling tests/runtime/test_several_nodes.py
 
 test: lint ## lint, then the tests (ARGS="-m slow" for the slow ones)
 	$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),failed=0; \
-	  $(BIN)/python -m pytest -n 2 --dist loadfile $(TWO_AT_A_TIME) || failed=$$?; \
-	  $(BIN)/python -m pytest $(addprefix --ignore=,$(TWO_AT_A_TIME)) || failed=$$?; exit $$failed)
+	  $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE)) || failed=$$?; \
+	  $(BIN)/python -m pytest $(ALONE) || failed=$$?; exit $$failed)
 
 # pip brings the client and axe; the browser is the system's, or Debian's where we may install it.
 # Without a browser the tests fail (M2FLOW_NEEDS_BROWSER) instead of being skipped.
