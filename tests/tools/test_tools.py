@@ -514,6 +514,26 @@ def test_null_is_an_argument_where_the_type_or_the_default_says_so() -> None:
     assert FunctionTool(order).call(given, 1.0) == "None None None [None, 1] None"
 
 
+def test_a_parameter_that_has_no_name_for_callers_is_filled_by_its_name() -> None:
+    """As those of most functions in C; a model names every argument."""
+
+    def power(base: int, exponent: int = 2, /, *, minus: int = 0) -> int:
+        return base**exponent - minus
+
+    box = Toolbox([FunctionTool(math.sqrt), FunctionTool(power)])
+    assert [one.text for one in box.carry_out([ToolCall("sqrt", {"x": 9})])] == ["3.0"]
+    for given_, text in (
+        ({"base": 3}, "9"),
+        ({"base": 3, "minus": 2}, "7"),
+        ({"exponent": 3, "base": 2}, "8"),
+    ):
+        (found,) = box.carry_out([ToolCall("power", given_)])
+        assert (found.text, found.error, found.failure) == (text, False, "")
+    (found,) = box.carry_out([ToolCall("power", {"exponent": 3})])
+    assert found.error
+    assert "base" in found.text
+
+
 def test_the_types_of_parameters_are_told_as_they_are() -> None:
     """All but texts, numbers and truth values were told as texts, `**others` among them."""
 

@@ -41,6 +41,7 @@ class FunctionTool:
             self._signature = inspect.signature(function, eval_str=True)
         except (NameError, AttributeError, SyntaxError) as error:
             raise _untold(f"its types cannot be read: {error}", self.name) from error
+        self._signature = _by_name(self._signature)
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         told = [one for one in self._signature.parameters.values() if one.kind not in several]
         self._kinds = {one.name: one.annotation for one in told if one.annotation is not one.empty}
@@ -61,6 +62,7 @@ class FunctionTool:
                 continue
             if name in self._kinds or value is None:
                 bound.arguments[name] = _read_as(self._kinds.get(name, str), name, value)
+        bound.apply_defaults()  # in front of a positional argument none may be left out
         found = self._function(*bound.args, **bound.kwargs)
         return str(run_coroutine(found, seconds) if inspect.iscoroutine(found) else found)
 
@@ -74,6 +76,15 @@ class FunctionTool:
             said = inspect.formatannotation(kind)
             raise _untold(f"a model cannot be told the type of {name!r}", f"{self.name}: {said}")
         return schema
+
+
+def _by_name(signature: inspect.Signature) -> inspect.Signature:
+    """A signature whose positional-only parameters may be given by name, as a model gives them."""
+    only, either = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    given = signature.parameters.values()
+    return signature.replace(
+        parameters=[one.replace(kind=either) if one.kind is only else one for one in given]
+    )
 
 
 def _untold(why: str, value: str) -> UserError:
