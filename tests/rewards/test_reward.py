@@ -623,6 +623,24 @@ def test_weights_that_come_to_one_give_one(weights: tuple[float, ...]) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{0: 1.0, 1: 0.5}, {1.0, 0.5}, frozenset({1.0, 0.5}), "10", b"10"],
+    ids=lambda given: type(given).__name__,
+)
+def test_what_has_no_order_of_rewards_is_no_list_of_them(given: Any) -> None:
+    """The keys of a dictionary, the bytes and letters of a text and a set's own order are none."""
+
+    @batched
+    def judge(prompts: Any, completions: Any, completion_ids: Any, rows: Any) -> Any:
+        return given
+
+    judged = Judged([0, 1], ["", ""], ["", ""], [[], []], [{}, {}])
+    scores = weighted_sum([WeightedReward(judge)], judged)
+    assert scores.rewards == [0.0, 0.0]
+    assert all("no list of rewards" in why for why in scores.failures)
+
+
 def test_a_generator_of_rewards_has_a_deadline() -> None:
     """What it does when it is asked is not waited for any longer: here it would go on for ever."""
     judged = threading.Event()

@@ -22,7 +22,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
@@ -78,6 +78,9 @@ LARGEST = 3.4028234663852886e38
 TIMEOUTS_IN_A_ROW = 3
 """After so many calls in a row without an answer the others of the batch are not made: what they
 wait for is down, and the stage would come to its own deadline."""
+
+_WITHOUT_ORDER = (Mapping, Set, str, bytes)
+"""What can be gone through, and is no list of rewards in the order of the samples."""
 
 _given_up: ContextVar[float] = ContextVar("when the call of a reward function is given up")
 
@@ -278,11 +281,13 @@ def _values(part: WeightedReward, judged: Judged) -> list[float | RewardFailure]
         if isinstance(found, RewardFailure):
             return [found] * len(rows)
         try:
-            values = list(found)
+            values = None if isinstance(found, _WITHOUT_ORDER) else list(found)
         except TypeError:
-            return [RewardFailure(f"gave {_shown(found)}, no list of rewards")] * len(rows)
+            values = None
         except Exception as error:  # noqa: BLE001, whatever an object of the user's does
             return [_raised(error)] * len(rows)
+        if values is None:
+            return [RewardFailure(f"gave {_shown(found)}, no list of rewards")] * len(rows)
         if len(values) != len(rows):
             wrong = RewardFailure(f"gave {len(values)} rewards for {len(rows)} samples")
             return [wrong] * len(rows)
