@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,6 +148,7 @@ def test_braces_in_a_question_stay(tmp_path: Path) -> None:
 BAD_ROWS = [
     ("{not json", "not valid JSON"),
     ("[1, 2]", "JSON list"),
+    ("[", "begins a JSON list, and not an object of one line"),
     ('{"question": "", "answer": "5"}', "'question' is not a text"),
     ('{"question": ["2+3?"], "answer": "5"}', "'question' is not a text"),
     ('{"question": "2+3?"}', "has no 'answer', only 'question'"),
@@ -198,6 +200,24 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     path.write_bytes(GOOD.encode() + b'\n{"question": "caf\xe9", "answer": "1"}\n')
     with pytest.raises(UserError, match=r"rows\.jsonl:2: is not UTF-8"):
         read_problems(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.jsonl"])
+@pytest.mark.parametrize("on_bad_row", ["fail", "skip"])
+@pytest.mark.parametrize(
+    "begins",
+    [b"\x1f\x8b\x08", b"BZh9", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"],
+    ids=["gzip", "bzip2", "xz", "zstd", "zip"],
+)
+def test_a_compressed_file_is_said_to_be_one(
+    tmp_path: Path, name: str, on_bad_row: Any, begins: bytes
+) -> None:
+    """It was a row that is not UTF-8 text, which was to be mended or left out."""
+    path = tmp_path / name
+    path.write_bytes(begins + b"\x00\xff\n\xfe")
+    with pytest.raises(UserError, match="is compressed.*unpack it") as caught:
+        read_problems(path, on_bad_row=on_bad_row)
+    assert "skip" not in str(caught.value)
 
 
 def test_only_bad_rows(tmp_path: Path) -> None:

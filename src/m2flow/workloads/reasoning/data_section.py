@@ -100,4 +100,8 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _keys_belong_to_the_task(self) -> DataSection:
         common.refuse_keys_of_others(self, "data.task", KEYS_OF_TASKS)
+        for key, hint in (("path", None), ("eval_path", "take it out to hold out rows of path")):
+            if getattr(self, key) == "":
+                expected = "a file or folder of rows"
+                raise UserError("is empty", key=f"data.{key}", expected=expected, hint=hint)
         return self

@@ -41,6 +41,9 @@ TO_TRAIN_ON, TO_HOLD_OUT = (TRAIN,), ("test", "validation")
 
 BATCH_ROWS = 1024
 
+COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
+"""How files of gzip, bzip2, xz, zstd and zip begin."""
+
 LONGEST_CELL = 1 << 30
 """Characters of a cell of a CSV file, where Python's own limit is 131,072."""
 
@@ -158,6 +161,8 @@ def _split(file: Path) -> tuple[str, Path] | None:
 
 def _json_lines(file: Path) -> Iterator[FileRow]:
     with file.open("rb") as opened:
+        if opened.peek(8).startswith(COMPRESSED):
+            raise UserError("is compressed", key=str(file), hint="unpack it first")
         for number, line in enumerate(opened, start=1):
             if line.strip():
                 content = line.removeprefix(b"\xef\xbb\xbf")
@@ -188,6 +193,8 @@ def _parsed(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise BadRowError("is not UTF-8 text") from error
     except (ValueError, RecursionError) as error:
+        if line.strip() == b"[":
+            raise BadRowError("begins a JSON list, and not an object of one line") from error
         raise BadRowError(f"is not valid JSON ({error})") from error
     if not isinstance(row, dict):
         raise BadRowError(f"is a JSON {type(row).__name__}, not an object")
