@@ -76,8 +76,9 @@ where N is a number from 0 (wrong, or no answer) to {highest} (right and complet
 """
 """What a judge is asked where the recipe does not say it."""
 
-SCORE_PATTERN = r"(?i)score\W*(\d+(?:\.\d+)?)"
-"""Finds the score in what a judge has written: the first group of its last match."""
+SCORE_PATTERN = r"(?i)score\W*(?<![-.])(\d+(?:\.\d+)?)(?![\d.]*\s*-\s*\d)"
+"""Finds the score in what a judge has written: the first group of its last match. Numbers below 0
+and ranges, such as 0-10, are none."""
 
 PLACES = ("question", "answer", "gold", "highest")
 """Names in braces that a judge's template may have."""
