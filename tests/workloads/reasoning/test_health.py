@@ -58,6 +58,30 @@ def test_each_figure_beyond_its_bound_is_said(
     assert re.search(said, hint)
 
 
+@pytest.mark.parametrize("figure", ["train/engine_gap", "train/engine_kl"])
+def test_nobody_is_told_to_set_what_is_set(tiny_recipe: MakeRecipe, figure: str) -> None:
+    figures = HEALTHY | {figure: 0.5}
+    weighed = {"recompute_logprobs": True}
+    (hint,) = hints(figures, tiny_recipe()).values()
+    assert "training.recompute_logprobs" in hint
+    (hint,) = hints(figures, tiny_recipe(training=weighed)).values()
+    assert "recompute_logprobs" not in hint
+    assert "algorithm.gap_cap" in hint
+    assert "one dtype" in hint
+
+
+@pytest.mark.parametrize("figure", ["train/engine_gap", "train/engine_kl"])
+@pytest.mark.parametrize(("key", "value"), [("top_k", 5), ("top_p", 0.9), ("min_p", 0.1)])
+def test_a_gap_that_the_recipe_asks_for_is_said_so(
+    tiny_recipe: MakeRecipe, figure: str, key: str, value: float
+) -> None:
+    """Which tokens are drawn from, no dtype changes."""
+    recipe = tiny_recipe(generation={key: value})
+    (hint,) = hints(HEALTHY | {figure: 0.5}, recipe).values()
+    assert f"generation.{key}" in hint
+    assert "dtype" not in hint
+
+
 def test_a_batch_that_is_not_full_is_said(tiny_recipe: MakeRecipe) -> None:
     figures = HEALTHY | {"sampling/unfilled_share": 0.25}
     assert hints(figures, tiny_recipe()) == {}, "nobody asked for more"

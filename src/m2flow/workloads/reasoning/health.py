@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from m2flow.generation.supported import SAMPLERS
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 Figures = Mapping[str, float]
@@ -21,7 +22,8 @@ class HealthCheck(NamedTuple):
         figure: that is looked at; no figure, nothing wrong.
         wrong: whether its value says so, in a recipe, beside the other figures.
         hint: what it means and what helps; `{value}` is the figure, `{recipe}` the recipe, `{cut}`
-            where answers are cut and what helps there.
+            where answers are cut and what helps there, `{closer}` what brings generation and
+            training closer.
     """
 
     figure: str
@@ -76,8 +78,7 @@ CHECKS = (
     HealthCheck(
         "train/engine_gap",
         lambda gap, _, __: gap >= 0.05,
-        "log-probabilities of generation and training are {value:.2g} apart in the mean: compute "
-        "both in one dtype, or weigh the difference with training.recompute_logprobs",
+        "log-probabilities of generation and training are {value:.2g} apart in the mean: {closer}",
     ),
     HealthCheck(
         "train/engine_gap_max",
@@ -89,9 +90,7 @@ CHECKS = (
     HealthCheck(
         "train/engine_kl",
         lambda kl, _, __: kl >= 0.1,
-        "the policy that draws is not the one that learns (KL {value:.2g} a token): bound the "
-        "weight of such tokens with training.recompute_logprobs and algorithm.gap_cap, or compute "
-        "both in one dtype",
+        "the policy that draws is not the one that learns (KL {value:.2g} a token): {closer}",
     ),
     HealthCheck(
         "train/ratio_outliers",
@@ -130,6 +129,16 @@ CUT = (
 """Where answers of one turn are cut off."""
 
 
+def _closer(recipe: ReasoningRecipe) -> str:
+    """What brings the policy that draws closer to the one that learns."""
+    section = recipe.generation
+    narrow = [f"generation.{key}" for key, off in SAMPLERS.items() if getattr(section, key) != off]
+    same = f"draw without {', '.join(narrow)}" if narrow else "compute both in one dtype"
+    if recipe.training.recompute_logprobs:
+        return f"{same}, or have algorithm.gap_cap bound the weight of such tokens further"
+    return f"{same}, or weigh the difference with training.recompute_logprobs and algorithm.gap_cap"
+
+
 def hints(figures: Figures, recipe: ReasoningRecipe, cut: str = CUT) -> dict[HealthCheck, str]:
     """The checks that a step's figures do not pass, each in words.
 
@@ -138,9 +147,9 @@ def hints(figures: Figures, recipe: ReasoningRecipe, cut: str = CUT) -> dict[Hea
         recipe: of the run.
         cut: where answers are cut off, and what helps; `{recipe}` is the recipe.
     """
-    where = cut.format(recipe=recipe)
+    words = {"recipe": recipe, "cut": cut.format(recipe=recipe), "closer": _closer(recipe)}
     return {
-        check: check.hint.format(value=figures[check.figure], recipe=recipe, cut=where)
+        check: check.hint.format(value=figures[check.figure], **words)
         for check in CHECKS
         if check.figure in figures and check.wrong(figures[check.figure], recipe, figures)
     }
