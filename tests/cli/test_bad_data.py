@@ -114,6 +114,17 @@ def test_bad_minibatches_in_a_row_end_the_run(
     assert goes_on.code == 0, goes_on.err
 
 
+def test_a_policy_that_has_diverged_ends_the_run_in_one_line(tiny: Path, m2flow: M2flow) -> None:
+    """Its weights are finite, and its logits are not: it had a traceback of 30 lines."""
+    words = ["evaluation.problems=0", "optimizer.learning_rate=1e20", "--run-dir", "run"]
+    outcome = m2flow("train", tiny, *words)
+    assert outcome.code == 1
+    assert outcome.err.startswith("the run failed: "), outcome.err
+    assert outcome.err.count("\n") == 1
+    assert "the weights of version 1 give logits that are not finite" in outcome.err
+    assert "optimizer.learning_rate" in outcome.err
+
+
 @pytest.mark.parametrize("bad", [1, 99])
 def test_none_may_be_left_out(
     tiny: Path, m2flow: M2flow, poison: Callable[..., None], bad: int

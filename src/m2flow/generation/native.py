@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m2flow.errors import M2FlowError, UserError
+from m2flow.errors import RunFailed, UserError
 from m2flow.flow.worker import Place
 from m2flow.generation.architecture import Architecture
 from m2flow.generation.captured import (
@@ -192,7 +192,7 @@ class NativeEngine:
         An engine that works ahead reads tokens a step after they were asked for.
 
         Raises:
-            M2FlowError: the weights give logits that are not finite.
+            RunFailed: the weights give logits that are not finite.
         """
         assert self._state.is_resident, "the engine sleeps: wake() first"
         assert self.version >= 0, "no weights: install() first"
@@ -384,8 +384,10 @@ class NativeEngine:
     def _take(self, drawn: Sequence[Drawn]) -> None:
         """Have tokens that were drawn, once they are here; sequences that end by them go."""
         if not math.isfinite(math.fsum(chain.from_iterable(one.read() for one in drawn))):
-            raise M2FlowError(
-                f"the weights of version {self.version} give logits that are not finite"
+            raise RunFailed(
+                f"the weights of version {self.version} give logits that are not finite: lower "
+                "optimizer.learning_rate and go back to an earlier checkpoint, if training has "
+                "made them"
             )
         ended = [row for row, one in enumerate(self._running.sequences) if one.ended]
         gone = self._running.remove(ended)
