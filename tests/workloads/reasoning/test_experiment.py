@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.engine.spans import Span
@@ -607,3 +609,13 @@ def test_samples_are_spread_over_the_groups(
     for sample in samples:
         assert sample["completion"] == f"t{sample['item']}"
         json.dumps(sample)
+
+
+def test_a_prompt_without_a_token_is_named() -> None:
+    """A tokenizer without bytes leaves out what it does not know; generation refused it late."""
+    letters = Tokenizer(models.BPE({letter: number for number, letter in enumerate("abc")}, []))
+    tokenizer, names = PreTrainedTokenizerFast(tokenizer_object=letters), Names("f.jsonl")
+    problems = [Problem("a", "4", line=1), Problem("\u03b1", "4", line=2)]
+    with pytest.raises(UserError, match=r"f\.jsonl:2: .*no token") as caught:
+        encode(problems, [7, 8], tokenizer, 5, 2, names)
+    assert "vocabulary" in str(caught.value)

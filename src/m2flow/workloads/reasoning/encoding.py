@@ -203,7 +203,8 @@ def encode(
         chat: how a prompt becomes a conversation; None for the prompt alone.
 
     Raises:
-        UserError: a prompt does not fit into the context, or cannot be written in the vocabulary.
+        UserError: a prompt does not fit into the context, or cannot be written in the vocabulary,
+            or nothing of it can.
     """
     rows = token_rows(problems, tokenizer, context, max_new_tokens, names, chat)
     batch = Batch(
@@ -230,6 +231,14 @@ def token_rows(
 ) -> list[list[int]]:
     """Token ids of each prompt; arguments and errors are those of `encode`."""
     rows = prompt_rows(tokenizer, problems, chat, names.data)
+    for problem, ids in zip(problems, rows, strict=True):
+        if not ids:
+            raise UserError(
+                "its prompt has no token: the model's tokenizer leaves out all of it",
+                key=f"{names.data}:{problem.line}" if problem.line else names.data,
+                value=problem.prompt,
+                expected="text that can be written in its vocabulary",
+            )
     too_long = [
         (problem.line, len(ids))
         for problem, ids in zip(problems, rows, strict=True)
