@@ -22,7 +22,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
@@ -79,7 +80,7 @@ TIMEOUTS_IN_A_ROW = 3
 """After so many calls in a row without an answer the others of the batch are not made: what they
 wait for is down, and the stage would come to its own deadline."""
 
-_WITHOUT_ORDER = (Mapping, Set, str, bytes)
+_WITHOUT_ORDER = (Mapping, AbstractSet, str, bytes)
 """What can be gone through, and is no list of rewards in the order of the samples."""
 
 _given_up: ContextVar[float] = ContextVar("when the call of a reward function is given up")

@@ -215,7 +215,7 @@ def test_a_compressed_file_is_said_to_be_one(
     """It was a row that is not UTF-8 text, which was to be mended or left out."""
     path = tmp_path / name
     path.write_bytes(begins + b"\x00\xff\n\xfe")
-    with pytest.raises(UserError, match="is compressed.*unpack it") as caught:
+    with pytest.raises(UserError, match=r"is compressed.*unpack it") as caught:
         read_problems(path, on_bad_row=on_bad_row)
     assert "skip" not in str(caught.value)
 
