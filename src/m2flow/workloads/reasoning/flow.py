@@ -95,9 +95,8 @@ class GRPO(PolicyGradient):
     def step(self, prompts: Stream) -> Stream:
         samples = self.generator.generate(prompts)
         samples = self.verifier.score(samples)
-        for draw in range(
-            self.further_draws
-        ):  # of other prompts, where all answers are worth the same
+        # Of other prompts, where all answers to one are worth the same.
+        for draw in range(self.further_draws):
             samples = self.generator.draw_again(samples, draw=draw)
             samples = self.verifier.score_again(samples)
         samples = group_advantage(
