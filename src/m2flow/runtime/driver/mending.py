@@ -214,7 +214,7 @@ class Mender:
         """Whether a message is of a lane on its way back, and needs not be heard by others.
 
         Raises:
-            Exception: what a worker has raised there.
+            CannotHeal: a worker cannot be loaded there, or takes no weights.
         """
         coming = self._coming.get(lane)
         match message:
@@ -222,7 +222,9 @@ class Mender:
                 coming.until = time.monotonic() + self._load_seconds
             case Loaded(number=number, error=raised) if coming and number == coming.load:
                 if raised is not None:
-                    raise pickle.loads(raised)
+                    error = pickle.loads(raised)
+                    why = f"lane {lane} was lost ({coming.reason}); nothing is loaded there: {error}"
+                    raise CannotHeal(why) from error
                 coming.does, coming.until = "waits", self._deadline()
             case Reports(reports=reports) if coming is not None and coming.installs:
                 for report in reports:

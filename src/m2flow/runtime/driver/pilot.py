@@ -285,10 +285,10 @@ class Pilot:
             None,
         )
 
-    def instead_of_failed(self, run: Movers) -> Plan | None:
-        """The plan to go back to a snapshot under, where the present one has failed, as `another`
-        says; None where it has not."""
-        return self.another(run) if self._has_failed(self.plan) else None
+    @property
+    def has_failed(self) -> bool:
+        """Whether the present plan is one that has failed, or could not be loaded."""
+        return self._has_failed(self.plan)
 
     def refuse(self, plan: Plan, reason: str) -> None:
         """Note that a plan could not be loaded; no plan is tried that has workers stand as it does.

@@ -11,13 +11,13 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from m2flow.engine.plan import Plan
-from m2flow.errors import CannotHeal, NoPlanStands, NotLoaded, PlanError, RunFailed, UserError
+from m2flow.errors import CannotHeal, NoPlanStands, NotLoaded, RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
 from m2flow.plan.machine import usable_memory
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
 from m2flow.runtime.driver.recovery import LaneLoss, LaneReturn, Recovery, SavedStates
-from m2flow.runtime.driver.standing import FlowOnLanes, Replanned
+from m2flow.runtime.driver.standing import FlowOnLanes, Replanned, cause_of, not_loaded
 from m2flow.runtime.lane.exhausted import is_exhaustion
 
 if TYPE_CHECKING:  # a run in one process does without Ray
@@ -282,6 +282,15 @@ class FlowThatRecovers(FlowOnLanes):
             try:
                 self._go_back(snapshot, busy, instead)
                 instead = None
+            except NoPlanStands as again:
+                error, instead = again, None if self.pilot is None else self.pilot.another()
+                if instead is None:
+                    raise RunFailed(str(again)) from again.__cause__
+                continue
+            except RunFailed as again:
+                error = again
+                continue
+            try:
                 losses = [(lane, why, at) for (lane, at), why in heard.items()]
                 new = self._supervision.losses(losses, self.plan, len(done))
                 for _ in self._runners[STEP].run(done):
@@ -349,9 +358,11 @@ class FlowThatRecovers(FlowOnLanes):
             snapshot: what to go back to.
             busy: lanes that have not stopped in time, which are started again as well.
             instead: as of `_lanes_back`.
-        """
-        from m2flow.runtime.driver.carrier import RayCarrier
 
+        Raises:
+            NoPlanStands: workers could not be brought up under the plan, which a pilot rules out.
+            RunFailed: a lane was lost, or there is no plan for the lanes that are left.
+        """
         pool, supervision, kept = self._pool, self._supervision, self.plan
         assert pool is not None
         assert supervision is not None
@@ -364,22 +375,15 @@ class FlowThatRecovers(FlowOnLanes):
                 check_lanes(plans.everything, pool)
         except UserError as why:  # it was made here
             raise RunFailed(f"no plan for the lanes that are left: {why}") from why
-        try:
-            next_steps = {name: runner.first_open[0] for name, runner in self._runners.items()}
-            carrier = RayCarrier(
-                pool,
-                self._methods.graphs,
-                plans.everything,
-                self._workers,
-                plans.by_method,
-                snapshot.step,
-                load_seconds=self._load_deadline,
-                states=snapshot.states,
-            )
-            plans = plans.sized(self._state_bytes | carrier.state_bytes, self._methods.graphs)
-        except PlanError as why:
-            raise RunFailed(f"no plan for the lanes that are left: {why}") from why
-        self._take_up(plans, carrier, next_steps | {STEP: snapshot.step})
+        self._stands = False  # until all lanes have gone back
+        next_steps = {name: runner.first_open[0] for name, runner in self._runners.items()}
+        next_steps[STEP] = snapshot.step
+        refused = self._refusal(plans, next_steps, states=snapshot.states)
+        if refused is not None:
+            reason = not_loaded(other or kept, refused)
+            if self.pilot is not None:
+                self.pilot.refuse(other or self.pilot.plan, reason.splitlines()[0])
+            raise NoPlanStands(reason) from cause_of(refused)
         if other is None:
             self.plan = kept
         elif self.pilot is not None:
@@ -397,13 +401,23 @@ class FlowThatRecovers(FlowOnLanes):
             explain(error, self._pool)
 
     def replan(self, plan: Plan) -> Replanned:
-        """Go on under another plan; where none is loaded then, go back to the last snapshot."""
+        """Go on under another plan; where none is loaded then, go back to the last snapshot, under
+        the plan before or, if that has failed as well, one that has not.
+
+        A plan that cannot be loaded the pilot rules out.
+        """
+        pilot = self.pilot
         try:
             return super().replan(plan)
-        except NoPlanStands as error:
-            if not self._goes_back(error):
+        except (NotLoaded, NoPlanStands) as error:
+            if pilot is not None:
+                pilot.refuse(plan, str(error).splitlines()[0])
+            if isinstance(error, NotLoaded) or not self._goes_back(error):
                 raise
-            self._again += self._lanes_back(error)
+            instead = pilot.another(self) if pilot is not None and pilot.has_failed else None
+            if instead is None and pilot is not None and pilot.has_failed:
+                raise RunFailed(str(error)) from error.__cause__
+            self._again += self._lanes_back(error, instead)
             raise NotLoaded(str(error)) from error.__cause__
 
     # --- lanes that are there again ---------------------------------------------------------------

@@ -119,13 +119,13 @@ class Run(FlowThatRecovers):
             self.plan = replace(self.plan, predicted_seconds=plan.predicted_seconds)
 
     def _go_over(self, pilot: Pilot, plan: Plan) -> bool:
-        """Go over to the plan that the pilot wants; one that cannot be loaded it rules out."""
+        """Go over to the plan that the pilot wants; whether the run stands under one that has not
+        failed, which is another one where that cannot be loaded."""
         try:
             done = self.replan(plan)
         except NotLoaded as error:
-            pilot.refuse(plan, reason := str(error).splitlines()[0])
-            self._runners[STEP].note(reason)
-            return False
+            self._runners[STEP].note(str(error).splitlines()[0])
+            return not pilot.has_failed
         pilot.gone_over(plan, done.moved, done.seconds)
         return True
 
@@ -141,11 +141,12 @@ class Run(FlowThatRecovers):
         """
         while True:
             if self._goes_back(error):
-                instead = None if self.pilot is None else self.pilot.instead_of_failed(self)
+                pilot = self.pilot
+                instead = pilot.another(self) if pilot is not None and pilot.has_failed else None
                 try:
                     return self._lanes_back(error, instead)
                 except RunFailed as again:
-                    if not _wants_memory_or_time(again.__cause__):
+                    if not (self._stands and _wants_memory_or_time(again.__cause__)):
                         raise
                     error = again
             try:

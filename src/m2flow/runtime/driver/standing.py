@@ -11,6 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from m2flow.engine.plan import Plan
@@ -20,7 +21,7 @@ from m2flow.flow.worker import Worker, saves
 from m2flow.plan.machine import usable_memory
 from m2flow.runtime.driver.journal import Journal, Kept, nothing_kept
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
-from m2flow.runtime.driver.recovery import LaneLoss
+from m2flow.runtime.driver.recovery import LaneLoss, State
 from m2flow.runtime.driver.runner import Runner
 
 if TYPE_CHECKING:  # a run in one process does without Ray
@@ -244,41 +245,63 @@ class FlowOnLanes:
         self._check_room(plan, moved)
         kept = Moved(frozenset(self._placements) - set(moved), self._saved(moved))
         self._stands = False  # until all lanes have gone over
-        refused = self._refusal(plans, kept)
+        next_steps = {name: runner.next_step for name, runner in self._runners.items()}
+        refused = self._refusal(plans, next_steps, kept)
         if refused is not None:
             stands = falls_back and not self._pool.spoiled
-            again = self._refusal(self._plans, kept) if stands else refused
+            again = self._refusal(self._plans, next_steps, kept) if stands else refused
             if again is not None:
-                raise NoPlanStands(_not_loaded(plan, refused)) from _cause(again)
+                raise NoPlanStands(not_loaded(plan, refused)) from cause_of(again)
         moving.drop_states(self._pool)
         self._publish_to(moved, self._runners[STEP].next_step)
         if refused is not None:
-            raise NotLoaded(_not_loaded(plan, refused)) from _cause(refused)
+            raise NotLoaded(not_loaded(plan, refused)) from cause_of(refused)
         return Replanned(moved, time.perf_counter() - start)
 
-    def _refusal(self, plans: Plans, kept: Moved) -> Exception | None:
-        """Bring workers up under a plan; what loading them raises, or None.
+    def _refusal(
+        self,
+        plans: Plans,
+        next_steps: Mapping[str, int],
+        kept: Moved | None = None,
+        states: Mapping[str, State] = MappingProxyType({}),
+    ) -> Exception | None:
+        """Bring workers up under other plans, and take these up; what loading raises, or None.
+
+        Args:
+            plans: the plans.
+            next_steps: of each method.
+            kept: workers that stay as they are, and where the states of others lie; None to bring
+                all of them up anew.
+            states: what workers are to restore, where the launcher keeps it.
 
         Raises:
             RunFailed: a lane was lost, which is not the plan's fault.
         """
         from m2flow.runtime.driver import moving
 
-        assert self._pool is not None
+        pool = self._pool
+        assert pool is not None
         try:
-            self._bring_up(plans, kept)
-        except Exception as error:
-            heard = isinstance(error, RunFailed) and moving.lost_lanes(self._pool, error)
-            if heard or self._pool.lost:
+            self._bring_up(plans, next_steps, kept, states)
+        except RunFailed as error:
+            if moving.lost_lanes(pool, error):
                 raise
+            return error
+        except Exception as error:
+            if pool.lost:
+                raise RunFailed(f"workers were not loaded: {error}") from error
             return error
         return None
 
-    def _bring_up(self, plans: Plans, kept: Moved) -> None:
-        """Bring up the workers that are not kept where other plans have them, and take these up."""
+    def _bring_up(
+        self,
+        plans: Plans,
+        next_steps: Mapping[str, int],
+        kept: Moved | None,
+        states: Mapping[str, State],
+    ) -> None:
         from m2flow.runtime.driver.carrier import RayCarrier
 
-        next_steps = {name: runner.next_step for name, runner in self._runners.items()}
         assert self._pool is not None
         carrier = RayCarrier(
             self._pool,
@@ -289,6 +312,7 @@ class FlowOnLanes:
             next_steps[STEP],
             load_seconds=self._load_deadline,
             moved=kept,
+            states=states,
         )
         sized = plans.sized(self._state_bytes | carrier.state_bytes, self._methods.graphs)
         self._take_up(sized, carrier, next_steps)
@@ -385,10 +409,11 @@ class FlowOnLanes:
             self._pool.__exit__(*error)
 
 
-def _not_loaded(plan: Plan, error: Exception) -> str:
+def not_loaded(plan: Plan, error: Exception) -> str:
+    """Say in words that a plan could not be loaded."""
     return f"plan {plan.mode} cannot be loaded: {str(error) or type(error).__name__}"
 
 
-def _cause(error: Exception) -> BaseException:
+def cause_of(error: Exception) -> BaseException:
     """What has made an error; a run that has failed names the first cause."""
     return (error.__cause__ or error) if isinstance(error, RunFailed) else error
