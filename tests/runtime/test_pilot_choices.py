@@ -275,6 +275,21 @@ def test_where_the_pipeline_is_emptied_after_each_step_its_steps_count() -> None
     assert [one.measured for one in pilot.race.entrants] == [[3.0], []]
 
 
+def test_the_first_step_after_workers_were_brought_up_anew_does_not_count() -> None:
+    """However often the pipeline was emptied before; and then they count again."""
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS, max_staleness=1)
+    first, other = replace(pilot.plan, max_staleness=1), replace(pilot.plan, order=("joined",))
+    pilot.race = Race([Entrant("first", first, 1.0), Entrant("other", other, 1.0)], 8)
+    pilot.gone_over(first, (), 0.0)
+    for step, seconds in enumerate((5.0, 4.0, 9.0, 8.0, 3.0)):
+        pilot.begins_with_none_in_flight()
+        if seconds == 9.0:
+            pilot.begins_with_none_in_flight(cold=True)
+            pilot.begins_with_none_in_flight()
+        pilot.note(result_of(step, [], 0.0, seconds), first)
+    assert [one.measured for one in pilot.race.entrants] == [[3.0], []]
+
+
 def test_first_calls_that_are_the_only_ones_of_their_step_are_no_price() -> None:
     """Each lane has one call of each stage in a collocated step, and compiles in the first."""
     kept: list[Profile] = []

@@ -182,21 +182,21 @@ class Pilot:
             node.name in priced or self._evidence.timed(node.name) for node in self._graph.nodes
         )
 
-    def begins_with_none_in_flight(self) -> None:
+    def begins_with_none_in_flight(self, *, cold: bool = False) -> None:
         """Note that the next steps fill the pipeline anew, so that they take longer than others.
 
         Where it is emptied again and again before it was full, such as for a checkpoint of each
         step, there are no others, and these steps count.
+
+        Args:
+            cold: workers were brought up anew, for which the first step takes longer, too.
         """
         staleness = self.plan.max_staleness
-        self._short = self._short + 1 if 0 < self._in_a_row <= staleness else 0
+        if self._in_a_row:
+            self._short = self._short + 1 if self._in_a_row <= staleness else 0
         self._in_a_row = 0
-        if self._short < 2:
-            self._uncounted = max(self._uncounted, staleness)
-
-    def begins_cold(self) -> None:
-        """Note that workers were brought up anew: the next step takes longer than others."""
-        self._uncounted = max(self._uncounted, 1 + self.plan.max_staleness)
+        if cold or self._short < 2:
+            self._uncounted = max(self._uncounted, staleness + cold)
 
     def next_plan(self, run: Movers) -> Plan:
         """The plan of the next step. To be asked when `wants_to_look`."""

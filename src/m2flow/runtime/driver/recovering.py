@@ -389,7 +389,7 @@ class FlowThatRecovers(FlowOnLanes):
         elif self.pilot is not None:
             self.pilot.gone_over(other, (), 0.0, lanes=remade is not None)
         if self.pilot is not None:
-            self.pilot.begins_cold()
+            self.pilot.begins_with_none_in_flight(cold=True)
         if snapshot.states:
             self._publish_to(tuple(self._placements), snapshot.step)
 
