@@ -26,6 +26,7 @@ from m2flow.engine.messages import (
     Part,
 )
 from m2flow.engine.plan import LaneSpec
+from m2flow.errors import RunFailed
 from m2flow.flow import Batch
 from m2flow.runtime.driver import carrier as carrier_module
 from m2flow.runtime.driver import pool as pool_module
@@ -33,7 +34,14 @@ from m2flow.runtime.driver import processes as processes_module
 from m2flow.runtime.driver.carrier import RayCarrier, first_cause_first
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.processes import LaneProcesses
-from m2flow.runtime.lane.orders import LaneEnded, Reports, to_bytes
+from m2flow.runtime.lane.orders import (
+    CallMethod,
+    GoesOn,
+    LaneEnded,
+    MethodResult,
+    Reports,
+    to_bytes,
+)
 from m2flow.runtime.lane.reports import Report
 from m2flow.runtime.transport import lines
 from m2flow.runtime.transport.lines import LauncherLine, Line
@@ -252,3 +260,31 @@ def test_a_machine_is_waited_for_that_its_peers_have_missed_first(
     monkeypatch.setattr(pool, "receive", receive)
     heard = [type(report.event) for report in carrier.wait(1.0)]
     assert heard == ([LaneLost, CallFailed] if elsewhere else [CallFailed])
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_a_lane_that_goes_on_with_what_it_was_asked_is_waited_for(
+    stalls: bool, pool_of: PoolOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one may wait for it, within a collective."""
+    pool, _ = pool_of(0, 1)
+    pool._next_number, now = 0, [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(pool_module, "time", clock)
+    said = deque[tuple[float, Any]]([(8.0, GoesOn(1)), (8.0, GoesOn(1)), (8.0, GoesOn(7))])
+    if not stalls:
+        said += [(1.0, MethodResult(1, b"a")), (0.5, MethodResult(2, b"b"))]
+
+    def receive(seconds: float) -> Any:
+        after, message = said.popleft() if said else (seconds, None)
+        now[0] += min(after, seconds)
+        return [] if message is None else pool._heard(0, message)
+
+    pool.receive = receive
+    orders = {lane: lambda number: CallMethod(number, "learner", "save", b"") for lane in (0, 1)}
+    if stalls:
+        with pytest.raises(RunFailed, match=r"lanes \[0, 1\] have not answered within 10 s"):
+            pool.ask_all(orders, 10.0)
+        assert now == [26.0]
+    else:
+        assert [one.value for one in pool.ask_all(orders, 10.0).values()] == [b"a", b"b"]

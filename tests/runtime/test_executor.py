@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Generator
 from types import SimpleNamespace
@@ -27,7 +28,17 @@ from m2flow.runtime.lane import executor
 from m2flow.runtime.lane.executor import LaneExecutor
 from m2flow.runtime.lane.exhausted import name_residents
 from m2flow.runtime.lane.host import LaneHost
-from m2flow.runtime.lane.orders import DropStep, Execute, Order, Save, from_bytes, to_bytes
+from m2flow.runtime.lane.orders import (
+    CallMethod,
+    DropStep,
+    Execute,
+    GoesOn,
+    MethodResult,
+    Order,
+    Save,
+    from_bytes,
+    to_bytes,
+)
 
 
 class Patient(Worker):
@@ -95,6 +106,9 @@ def test_a_streaming_call_that_is_withdrawn_stops_between_two_items() -> None:
     assert said[-1] == CallAborted(1, 0)
 
 
+SAVE = Save(5, "worker", 0)
+
+
 def saving_lane(*behind: Order) -> tuple[Any, PlayedLine]:
     """A lane whose worker can be saved, and its line, on which these orders wait."""
     line = PlayedLine(*((0, order) for order in behind))
@@ -143,7 +157,38 @@ def test_a_finish_that_makes_progress_gives_signs_of_life(
     assert len(line.said) == signs + 1, "no call is at hand any more"
 
 
-SAVE, DROP = Save(5, "worker", 0), DropStep("step", 7)
+class Writer(Worker):
+    """Writes three files."""
+
+    def write(self) -> str:
+        for _ in range(3):
+            self.place.goes_on()
+        return "written"
+
+    def save(self) -> dict[str, Any]:
+        self.write()
+        return {}
+
+
+@pytest.mark.parametrize(("silence", "signs"), [(-1.0, 3), (3600.0, 0)])
+@pytest.mark.parametrize("order", [CallMethod(5, "worker", "write", pickle.dumps(())), SAVE])
+def test_a_method_that_makes_progress_gives_signs_of_life(
+    order: CallMethod | Save, silence: float, signs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that took longer to write than a call may ended the run."""
+    monkeypatch.setattr(executor, "SILENCE_SECONDS", silence)
+    lane, _ = saving_lane()
+    lane._host.workers = {"worker": Writer()}
+    said: list[Any] = []
+    lane._say = said.append
+    work = lane._called if isinstance(order, CallMethod) else lane._saved
+    lane._answer(order.number, lambda: work(order))
+    assert said[:-1] == [GoesOn(5)] * signs
+    assert isinstance(said[-1], MethodResult)
+    assert not said[-1].raised
+
+
+DROP = DropStep("step", 7)
 RUN = Execute(
     "step",
     RunCall(1, 0, 0, (0,), (((Part(SOURCE, (0, 1, 2), LAUNCHER),),),)),

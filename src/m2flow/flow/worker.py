@@ -124,8 +124,9 @@ class Place:
             system's temporary folder.
         memory_bytes: what states and calls may take on the lane; None for no limit.
         goes_on: says that the call at hand makes progress, so that its deadline counts from now:
-            for a stage or `finish` that works for long before it returns, between two parts of its
-            work. It does nothing outside of a call, and on a thread that is not the call's.
+            for a stage, `finish`, `save` or other method that works for long before it returns,
+            between two parts of its work. It does nothing outside of a call, while a worker is
+            loaded, and on a thread that is not the call's.
     """
 
     lane: int = 0

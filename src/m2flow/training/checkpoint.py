@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from m2flow.errors import UserError
+from m2flow.flow.progress import goes_on
 
 MANIFEST = "MANIFEST.json"
 LATEST = "latest"
@@ -259,7 +260,10 @@ def _size_and_sum(entry: Any) -> tuple[int, str]:
 def _write_manifest(folder: Path, step: int) -> None:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(THREADS) as threads:
-        written = list(threads.map(_synced, paths))
+        written = []
+        for one in threads.map(_synced, paths):
+            written.append(one)
+            goes_on()
     names = [path.relative_to(folder).as_posix() for path in paths]
     files = dict(zip(names, written, strict=True))
     manifest = folder / MANIFEST

@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from m2flow.errors import UserError
+from m2flow.flow.progress import goes_on
 from m2flow.runtime.weights.manifest import Shard
 from m2flow.training.checkpoint import wait_for
 
@@ -136,9 +137,12 @@ class _Writer(HuggingFaceStorageWriter):
             return super(_Writer, self).write_data(part, planner).value()
 
         with ThreadPoolExecutor(THREADS) as threads:
-            results = list(threads.map(written, files.values()))
+            results: list[WriteResult] = []
+            for some in threads.map(written, files.values()):
+                results += some
+                goes_on()
         done: Future[list[WriteResult]] = Future()
-        done.set_result([result for some in results for result in some])
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

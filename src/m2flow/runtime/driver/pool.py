@@ -38,6 +38,7 @@ from m2flow.runtime.lane.exchange import Exchange, name_of
 from m2flow.runtime.lane.orders import (
     Close,
     FromLane,
+    GoesOn,
     Introduce,
     LaneEnded,
     MethodResult,
@@ -70,6 +71,18 @@ END_SECONDS = 15.0
 
 CHECK_SECONDS = 0.5
 """How often the lines are asked which lanes have said nothing for long."""
+
+
+class Asked(Future[MethodResult]):
+    """What a lane was asked: its answer, or RunFailed if the lane was lost before.
+
+    Attributes:
+        heard: when the lane was asked, or has last said that it goes on; of the monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = time.monotonic()
 
 
 class LanePool:
@@ -140,7 +153,7 @@ class LanePool:
         self._lines: dict[int, LauncherLine] = {}
         self._holding: set[int] = set()
         self._inbox: deque[tuple[int, FromLane]] = deque()
-        self._awaited: dict[int, tuple[int, Future[MethodResult]]] = {}
+        self._awaited: dict[int, tuple[int, Asked]] = {}
         self._next_number = 0
         self._checked = time.monotonic()
         self.spoiled: str | None = None
@@ -294,15 +307,19 @@ class LanePool:
     ) -> dict[int, MethodResult]:
         """Give each lane its order, and wait for the answers; other words are kept for `receive`.
 
+        Args:
+            orders: by lane, called with the number of its answer.
+            seconds: longest that all of them may be silent together: one may wait for another.
+
         Raises:
             RunFailed: a lane has not answered in time, or was lost.
         """
         answers = {lane: self.ask_later(lane, order) for lane, order in orders.items()}
         kept: deque[tuple[int, FromLane]] = deque()
-        deadline = time.monotonic() + seconds
         try:
             while not _all_answered(answers.values()):
-                if (left := deadline - time.monotonic()) <= 0:
+                heard = max(answer.heard for answer in answers.values())
+                if (left := heard + seconds - time.monotonic()) <= 0:
                     silent = sorted(lane for lane, answer in answers.items() if not answer.done())
                     what = f"lanes {silent} have not answered within {seconds:g} s"
                     raise RunFailed(what) from Stalled(what)
@@ -311,13 +328,10 @@ class LanePool:
         finally:
             self._inbox.extend(kept)
 
-    def ask_later(self, lane: int, order: Callable[[int], Order]) -> Future[MethodResult]:
+    def ask_later(self, lane: int, order: Callable[[int], Order]) -> Asked:
         """Give an order that has a number, and wait for nothing: the future has its answer once
-        `receive` has heard it.
-
-        The future raises RunFailed if the lane was lost before.
-        """
-        number, answer = self.new_number(), Future[MethodResult]()
+        `receive` has heard it."""
+        number, answer = self.new_number(), Asked()
         self._awaited[number] = lane, answer
         if lane not in self._lines:
             self._without_answer(lane, self.lost.get(lane, ("it is gone",))[0])
@@ -332,7 +346,11 @@ class LanePool:
                 answer.set_exception(RunFailed(f"lane {lane} was lost: {reason}"))
 
     def _heard(self, lane: int, message: FromLane) -> list[tuple[int, FromLane]]:
-        """A message, unless it is the answer that a future of `ask_later` waits for."""
+        """A message, unless it is of what `ask_later` was asked."""
+        if isinstance(message, GoesOn):
+            if message.number in self._awaited:
+                self._awaited[message.number][1].heard = time.monotonic()
+            return []
         if isinstance(message, MethodResult) and message.number in self._awaited:
             self._awaited.pop(message.number)[1].set_result(message)
             return []

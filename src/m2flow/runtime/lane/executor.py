@@ -51,7 +51,9 @@ from m2flow.runtime.lane.orders import (
     Close,
     DropStep,
     Execute,
+    FromLane,
     GaugeMemory,
+    GoesOn,
     Introduce,
     KeepRollouts,
     Load,
@@ -152,7 +154,7 @@ class LaneExecutor:
         order: Order = from_bytes(self._line.receive())
         return order
 
-    def _say(self, message: Loading | Loaded | MethodResult | Reports) -> None:
+    def _say(self, message: FromLane) -> None:
         self._line.send(to_bytes(message))
 
     def _report(self, reports: Sequence[Report], exports: Sequence[Export] = ()) -> None:
@@ -196,11 +198,19 @@ class LaneExecutor:
 
     def _answer(self, number: int, work: Callable[[], Any]) -> None:
         """Do something that is no call of the engine; say what it gave, or raised."""
+        self._heard = time.monotonic()
         try:
-            answer = MethodResult(number, cloudpickle.dumps(work()))
+            with heard_by(partial(self._answer_goes_on, number)):
+                answer = MethodResult(number, cloudpickle.dumps(work()))
         except BaseException as error:
             answer = MethodResult(number, cloudpickle.dumps(self._portable(error)), raised=True)
         self._say(answer)
+
+    def _answer_goes_on(self, number: int) -> None:
+        """Give a sign of life of what is about to be answered, if one is due."""
+        if self._silent:
+            self._heard = time.monotonic()
+            self._say(GoesOn(number))
 
     def _called(self, order: CallMethod) -> Any:
         self._check_in_place([order.worker])

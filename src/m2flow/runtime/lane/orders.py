@@ -275,6 +275,13 @@ class MethodResult:
 
 
 @dataclass(frozen=True, slots=True)
+class GoesOn:
+    """What the lane was asked, and has not answered, makes progress; `number` is the answer's."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reports:
     """Reports for the engine; `exports` says where an ExportWeights has laid its weights."""
 
@@ -302,7 +309,7 @@ class LaneEnded:
     reason: str
 
 
-FromLane: TypeAlias = Loading | Loaded | MethodResult | Reports | LaneEnded
+FromLane: TypeAlias = Loading | Loaded | MethodResult | GoesOn | Reports | LaneEnded
 
 
 def _by_fields(kind: type) -> None:

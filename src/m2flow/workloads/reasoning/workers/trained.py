@@ -206,7 +206,11 @@ class Trained(Divided):
         with self.state.present():
             parts = self.trainer.optimizer.parts() | self._adapters()
             trainer_state.write(folder / checkpoint.TRAINER, parts, self.shards.group)
-            weights = {name: x for name, x in self._whole_weights() if first}
+            weights = {}
+            for name, tensor in self._whole_weights():
+                self.place.goes_on()
+                if first:
+                    weights[name] = tensor
             if first:
                 tokenizer = None if self.part else self.model.tokenizer()
                 checkpoint.write_model(folder, WholeModel(self.policy, weights), tokenizer)
