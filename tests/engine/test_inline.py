@@ -856,6 +856,42 @@ def test_a_step_of_no_number_of_items_is_refused(count: Any) -> None:
         assert run.step(prompts(2)).step == 0  # the run can go on
 
 
+NO_SECONDS = [0, 0.0, -1.0, float("nan"), float("inf"), 1e7, "60", None, True]
+
+
+@pytest.mark.parametrize("seconds", NO_SECONDS)
+def test_a_deadline_that_is_no_time_is_refused(seconds: Any) -> None:
+    """A lane would have been lost at once, or waited for without an end."""
+    for mode in ("eager", "collocated"):
+        with pytest.raises(UserError, match=r"^load_deadline_seconds: .*at most 1,000,000 sec"):
+            m2flow.launch(
+                Doubling(), items_per_step=4, mode=mode, lanes="cpu:1",
+                load_deadline_seconds=seconds,
+            )  # fmt: skip
+    if seconds is not None:
+        with pytest.raises(UserError, match=r"^auto\.deadline_seconds: .*at most 1,000,000 sec"):
+            m2flow.Auto(deadline_seconds=seconds)
+    if seconds is not True:
+        spots = {"double": Placement(((0,),))}
+        plan = Plan("eager", (LaneSpec(0),), spots, deadline_seconds=seconds)
+        with pytest.raises(PlanError, match=r"^deadline_seconds: (must be positive|is too long)"):
+            m2flow.launch(Doubling(), items_per_step=4, plan=plan)
+
+
+@pytest.mark.parametrize("count", [-1, 0.5, "1", float("nan"), True])
+def test_a_count_that_is_none_is_refused(count: Any) -> None:
+    spots = {"double": Placement(((0,),))}
+    plan = Plan("eager", (LaneSpec(0),), spots)
+    given = ("first_step", "lane_restarts", "snapshot_every", "num_threads", "lane_memory")
+    for key in given:
+        for more in ({"mode": "collocated", "lanes": "cpu:1"}, {"plan": plan}):
+            with pytest.raises(UserError, match=rf"^{key}: .*expected a whole number of at least"):
+                m2flow.launch(Doubling(), items_per_step=4, **{key: count}, **more)  # type: ignore[arg-type]
+    for key in ("max_staleness", "num_steps"):
+        with pytest.raises(UserError, match=rf"^auto\.{key}: .*expected a whole number of at"):
+            m2flow.Auto(**{key: count})
+
+
 class ThirdsFlow(Flow):
     thirds: Thirds
 

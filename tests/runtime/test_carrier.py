@@ -26,7 +26,7 @@ from m2flow.engine.messages import (
     Part,
 )
 from m2flow.engine.plan import LaneSpec
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch
 from m2flow.runtime.driver import carrier as carrier_module
 from m2flow.runtime.driver import pool as pool_module
@@ -288,3 +288,10 @@ def test_a_lane_that_goes_on_with_what_it_was_asked_is_waited_for(
         assert now == [26.0]
     else:
         assert [one.value for one in pool.ask_all(orders, 10.0).values()] == [b"a", b"b"]
+
+
+@pytest.mark.parametrize("number", [-1, float("nan"), "1", None])
+def test_a_pool_of_no_number_is_refused_before_anything_starts(number: Any) -> None:
+    for key in ("lanes_per_process", "spares", "start_seconds"):
+        with pytest.raises(UserError, match=rf"^{key}: .*; expected "):
+            LanePool([LaneSpec(0)], **{key: number})

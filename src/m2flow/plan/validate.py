@@ -83,8 +83,9 @@ def validate(
     predicted = plan.predicted_seconds
     if predicted is not None and not 0 < predicted < inf:
         raise PlanError("must be positive and finite", key="predicted_seconds", value=predicted)
-    if not plan.deadline_seconds > 0:  # true of a NaN as well
-        raise PlanError("must be positive", key="deadline_seconds", value=plan.deadline_seconds)
+    deadline = plan.deadline_seconds
+    if not isinstance(deadline, int | float) or not deadline > 0:  # true of a NaN as well
+        raise PlanError("must be positive", key="deadline_seconds", value=deadline)
 
 
 def _check_lanes(lanes: tuple[LaneSpec, ...]) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -196,6 +197,36 @@ def test_batches_are_bounded(channel: Channel) -> None:
         channel.get_batch(weight=0)
     with pytest.raises(UserError, match="max_items: no such bound"):
         Channel(max_items=0)
+
+
+@pytest.mark.parametrize("number", ["1", -1.0, float("nan"), [1], 1e7])
+def test_numbers_that_are_none_are_refused_in_one_line(channel: Channel, number: Any) -> None:
+    """Text was compared with a number; a channel was found whose every call waits for ever."""
+    channel.put("x")
+    for asked in (
+        lambda: Channel(timeout=number),
+        lambda: Channel.find("rollouts", timeout=number),
+        lambda: channel.get(timeout=number),
+        lambda: channel.put("y", timeout=number),
+        lambda: channel.get_batch(max_items=1, linger=number),
+    ):
+        with pytest.raises(UserError, match=r"(timeout|linger): every wait has an end"):
+            asked()
+    for asked in (
+        lambda: Channel(max_items=number),
+        lambda: Channel(max_bytes=number),
+        lambda: channel.get_batch(max_items=number),
+    ):
+        with pytest.raises(UserError, match=r"(max_items|max_bytes): no such (bound|batch)"):
+            asked()
+    if number != 1e7:
+        for asked in (
+            lambda: channel.put("y", weight=number),
+            lambda: channel.get_batch(weight=number),
+        ):
+            with pytest.raises(UserError, match="weight: no such weight"):
+                asked()
+    assert channel.get() == "x"
 
 
 def test_lingering_gives_what_is_there(channel: Channel) -> None:

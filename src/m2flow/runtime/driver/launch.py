@@ -17,6 +17,7 @@ from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.flow.flow import Flow
 from m2flow.flow.worker import Layout
 from m2flow.plan import build_plan
+from m2flow.runtime.arguments import check_count, check_seconds
 from m2flow.runtime.driver.auto import AUTO, GUESSES, Auto
 from m2flow.runtime.driver.methods import STEP, Methods
 from m2flow.runtime.driver.run import Run
@@ -92,6 +93,17 @@ def launch(
             are loaded.
     """
     methods = methods_of(flow, items_per_step, also)
+    check_count("first_step", first_step, least=0)
+    check_count("lane_restarts", lane_restarts, least=0)
+    check_seconds("load_deadline_seconds", load_deadline_seconds)
+    at_least_1 = {
+        "num_threads": num_threads,
+        "lane_memory": lane_memory,
+        "snapshot_every": snapshot_every,
+    }
+    for key, count in at_least_1.items():
+        if count is not None:
+            check_count(key, count)
     graphs, pilot = methods.graphs, None
     if mode == "auto" and plan is None:
         specs = specs_of(lanes, lane_memory)

@@ -223,7 +223,9 @@ class Mender:
             case Loaded(number=number, error=raised) if coming and number == coming.load:
                 if raised is not None:
                     error = pickle.loads(raised)
-                    why = f"lane {lane} was lost ({coming.reason}); nothing is loaded there: {error}"
+                    why = (
+                        f"lane {lane} was lost ({coming.reason}); nothing is loaded there: {error}"
+                    )
                     raise CannotHeal(why) from error
                 coming.does, coming.until = "waits", self._deadline()
             case Reports(reports=reports) if coming is not None and coming.installs:

@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed, Stalled
 from m2flow.flow.worker import Isolation
+from m2flow.runtime.arguments import check_count, check_seconds
 from m2flow.runtime.driver.cluster import RayCluster
 from m2flow.runtime.driver.processes import START_SECONDS, LaneProcesses
 from m2flow.runtime.driver.template import LaneTemplate
@@ -116,7 +117,7 @@ class LanePool:
         uses_groups: whether the present run needs process groups.
 
     Raises:
-        UserError: the cluster has no room for the lanes.
+        UserError: the cluster has no room for the lanes, or a number is none or out of bounds.
         RunFailed: they did not start in time, or another user has made the pool's folder.
     """
 
@@ -132,6 +133,9 @@ class LanePool:
         spares: int = 0,
         template: LaneTemplate | None = None,
     ) -> None:
+        check_count("lanes_per_process", lanes_per_process)
+        check_count("spares", spares, least=0)
+        check_seconds("start_seconds", start_seconds, zero=True)
         self.lanes, self._link = tuple(lanes), link
         self._lanes_per_process = lanes_per_process
         self._cluster = cluster or RayCluster(self.lanes)

@@ -14,6 +14,7 @@ from m2flow.errors import PlanError, RunFailed, UserError
 from m2flow.flow.flow import Flow
 from m2flow.flow.worker import Isolation
 from m2flow.plan import isolated_workers, parse_lanes, with_memory
+from m2flow.runtime.arguments import check_count
 from m2flow.runtime.driver.inline import InlineCarrier
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
 from m2flow.runtime.driver.recovery import LaneLoss
@@ -32,18 +33,6 @@ otherwise."""
 
 LANE_RESTARTS = 3
 """How often each lane may be started again in a run, unless it is said otherwise."""
-
-
-def check_count(key: str, count: int) -> None:
-    """Refuse what is no whole number above 0.
-
-    Raises:
-        UserError: it is not.
-    """
-    if not isinstance(count, int) or count < 1:
-        raise UserError(
-            "is a number of things", key=key, value=count, expected="a whole number of at least 1"
-        )
 
 
 def methods_of(
@@ -78,8 +67,6 @@ def in_this_process(
     """The run of an eager plan: all in this process, which has as many threads afterwards."""
     import torch
 
-    if num_threads is not None:
-        check_count("num_threads", num_threads)
     lane = plans.by_method[STEP].lanes[0]
     threads = num_threads or max(1, len(lane.cores))
     device = "cpu" if lane.kind == "cpu" else "cuda:0"
@@ -112,7 +99,6 @@ def specs_of(
         specs = lanes.lanes if hasattr(lanes, "lanes") else lanes
     if lane_memory is None:
         return specs
-    check_count("lane_memory", lane_memory)
     return with_memory(specs, lane_memory)
 
 

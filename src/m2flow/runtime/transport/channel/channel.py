@@ -17,9 +17,10 @@ import pickle
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 from m2flow.errors import UserError
+from m2flow.runtime.arguments import check_seconds
 from m2flow.runtime.transport.channel.errors import ChannelClosed, ChannelLost, ChannelTimeout
 from m2flow.runtime.transport.channel.host import ChannelAddress, Host, HostActor, node_address
 from m2flow.runtime.transport.channel.state import ChannelStats, Key
@@ -109,6 +110,8 @@ class Channel:
         """A handle to the channel of that name that `on_ray` has made."""
         import ray
 
+        check_seconds("timeout", timeout)
+
         try:
             actor = ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:
@@ -160,7 +163,7 @@ class Channel:
             UserError: the item is larger than the whole channel.
             TypeError: the item cannot be pickled.
         """
-        _require(0 <= weight < math.inf, "no such weight", "weight", weight, "0 or more")
+        _require(_weighs(weight), "no such weight", "weight", weight, "0 or more")
         buffers = _packed(item)
         num_bytes = sum(map(len, buffers))
         if num_bytes > self._address.max_bytes:
@@ -216,10 +219,15 @@ class Channel:
         """
         if weight is None and max_items is None:
             raise UserError("a batch needs weight or max_items", key="get_batch")
+        if weight is not None:
+            least = _weighs(weight) and weight > 0
+            _require(least, "no such weight", "weight", weight, "more than 0")
+        if max_items is not None:
+            _require(_is_bound(max_items), "no such batch", "max_items", max_items, "1 or more")
+        if linger is not None:
+            check_seconds("linger", linger, zero=True)
         most_weight = math.inf if weight is None else weight
         most_items = math.inf if max_items is None else max_items
-        _require(most_weight > 0, "no such weight", "weight", weight, "more than 0")
-        _require(most_items >= 1, "no such batch", "max_items", max_items, "1 or more")
         longest = math.inf if linger is None else linger
         counts, buffers = self._ask(
             "get", key, timeout, weight=most_weight, max_items=most_items, linger=longest
@@ -292,7 +300,7 @@ class Channel:
             type(key) in (str, int, type(None)), "no such key", "key", key, "string or integer"
         )
         seconds = self._timeout if timeout is None else timeout
-        _require(0 <= seconds < math.inf, "every wait has an end", "timeout", timeout, "seconds")
+        check_seconds("timeout", seconds, zero=True)
         head = pickle.dumps({"key": key, "timeout": seconds, **settings}, 5)
         stream = self._connection()
         longest = seconds + ANSWER_SECONDS
@@ -347,10 +355,18 @@ class Channel:
 
 
 def _checked_name(name: str | None, max_items: int, max_bytes: int, timeout: float) -> str:
-    _require(max_items >= 1, "no such bound", "max_items", max_items, "1 or more")
-    _require(max_bytes >= 1, "no such bound", "max_bytes", max_bytes, "1 or more")
-    _require(0 < timeout < math.inf, "every wait has an end", "timeout", timeout, "seconds")
+    _require(_is_bound(max_items), "no such bound", "max_items", max_items, "1 or more")
+    _require(_is_bound(max_bytes), "no such bound", "max_bytes", max_bytes, "1 or more")
+    check_seconds("timeout", timeout)
     return name or f"channel-{secrets.token_hex(4)}"
+
+
+def _is_bound(count: object) -> bool:
+    return isinstance(count, int) and count >= 1
+
+
+def _weighs(weight: object) -> bool:
+    return isinstance(weight, SupportsFloat) and 0 <= float(weight) < math.inf
 
 
 def _require(holds: bool, what: str, key: str, value: object, expected: str) -> None:

@@ -1,0 +1,47 @@
+"""Numbers that a caller gives, refused in one line where they are none or out of bounds."""
+
+from __future__ import annotations
+
+from typing import SupportsFloat
+
+from m2flow.engine.plan import LONGEST_DEADLINE
+from m2flow.errors import UserError
+
+
+def check_count(key: str, count: object, least: int = 1) -> None:
+    """Refuse what is no whole number, or is less than the least.
+
+    Raises:
+        UserError: it is.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < least:
+        raise UserError(
+            "is a number of things",
+            key=key,
+            value=count,
+            expected=f"a whole number of at least {least}",
+        )
+
+
+def check_seconds(key: str, seconds: object, *, zero: bool = False) -> None:
+    """Refuse what nobody can wait for.
+
+    Args:
+        key: the argument's name.
+        seconds: its value.
+        zero: whether it may be 0: not to wait.
+
+    Raises:
+        UserError: it is no number, is negative, or longer than any timer holds.
+    """
+    if isinstance(seconds, SupportsFloat) and not isinstance(seconds, bool):
+        given = float(seconds)
+        if 0 < given <= LONGEST_DEADLINE or (zero and given == 0):
+            return
+    least = "0" if zero else "more than 0"
+    raise UserError(
+        "every wait has an end",
+        key=key,
+        value=seconds,
+        expected=f"{least} and at most {LONGEST_DEADLINE:,.0f} seconds",
+    )
