@@ -17,7 +17,7 @@ import m2flow
 from m2flow import Batch, Flow, Place, Stream, Worker, loop, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import RunFailed, Stalled
-from m2flow.runtime.driver.call_watch import CallWatch
+from m2flow.runtime.driver.call_watch import CallWatch, _Overdue
 
 FOR_EVER = 3600
 
@@ -147,6 +147,22 @@ def test_what_a_call_has_given_puts_its_deadline_off() -> None:
         assert watch._call.left >= FOR_EVER
     assert watch._call is None
     watch.close()
+
+
+def test_a_call_that_is_late_twice_is_interrupted_twice() -> None:
+    """One that had caught the first interruption and gone on could not be interrupted again: past
+    its deadline and 30 s the process was ended."""
+    watch = CallWatch(FOR_EVER)
+    watch.close()  # nobody else looks at it
+    with watch.over("a call"):
+        call = watch._call
+        assert call is not None
+        for _ in range(2):
+            call.left = 0.0
+            with pytest.raises(_Overdue):
+                watch._interrupt()
+            watch._interrupt()  # it was interrupted already
+            watch.heard()
 
 
 def test_a_worker_that_says_it_goes_on_puts_its_deadline_off() -> None:

@@ -87,7 +87,7 @@ class CallWatch:
     def heard(self) -> None:
         """The call has given something: its deadline counts from now."""
         assert self._call is not None
-        self._call.left = self._seconds + self._beat
+        self._call.left, self._call.interrupted = self._seconds + self._beat, False
 
     def close(self) -> None:
         """End the thread."""

@@ -1,7 +1,7 @@
 """What the launcher and a lane say to each other over their control line. Plain data.
 
 Orders go to the lane, which takes them up one after the other; answers come back. Payloads do not
-travel here, but for small source items.
+travel here, but for small source items, and what lanes of other machines restore from a snapshot.
 """
 
 from __future__ import annotations
