@@ -40,6 +40,7 @@ from m2flow.generation.vllm_engine import BATCHED_TOKENS, VLLMEngine
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import character_tokenizer
 from m2flow.workloads.reasoning.encoding import context_of
+from tests.clock import Clock
 
 KINDS: dict[str, type[ExternalEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
 REAL = {name for name in KINDS if importlib.util.find_spec(name) is not None}
@@ -375,16 +376,6 @@ def test_its_end_is_an_error_of_one_line_at_once(
     finally:
         engine.close()
     assert not [left for left in engine._folders if left.exists()]
-
-
-class Clock:
-    """A clock that goes on where it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 def test_one_that_hangs_is_given_up(

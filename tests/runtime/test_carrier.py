@@ -46,6 +46,7 @@ from m2flow.runtime.lane.reports import Report
 from m2flow.runtime.transport import lines
 from m2flow.runtime.transport.lines import LauncherLine, Line
 from m2flow.runtime.transport.peering import PeerLost
+from tests.clock import Clock
 from tests.plan.small_graphs import GRPO
 
 
@@ -268,8 +269,7 @@ def test_a_lane_that_goes_on_with_what_it_was_asked_is_waited_for(
 ) -> None:
     """Another one may wait for it, within a collective."""
     pool, _ = pool_of(0, 1)
-    pool._next_number, now = 0, [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0])
+    pool._next_number, clock = 0, Clock()
     monkeypatch.setattr(pool_module, "time", clock)
     said = deque[tuple[float, Any]]([(8.0, GoesOn(1)), (8.0, GoesOn(1)), (8.0, GoesOn(7))])
     if not stalls:
@@ -277,7 +277,7 @@ def test_a_lane_that_goes_on_with_what_it_was_asked_is_waited_for(
 
     def receive(seconds: float) -> Any:
         after, message = said.popleft() if said else (seconds, None)
-        now[0] += min(after, seconds)
+        clock.now += min(after, seconds)
         return [] if message is None else pool._heard(0, message)
 
     pool.receive = receive
@@ -285,7 +285,7 @@ def test_a_lane_that_goes_on_with_what_it_was_asked_is_waited_for(
     if stalls:
         with pytest.raises(RunFailed, match=r"lanes \[0, 1\] have not answered within 10 s"):
             pool.ask_all(orders, 10.0)
-        assert now == [26.0]
+        assert clock.now == 26.0
     else:
         assert [one.value for one in pool.ask_all(orders, 10.0).values()] == [b"a", b"b"]
 

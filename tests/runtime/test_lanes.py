@@ -30,6 +30,7 @@ from m2flow.runtime.driver.runner import StepResult
 from m2flow.runtime.lane.actor import LaneAddress, LaneProcess
 from m2flow.runtime.transport import lines as lines_module
 from m2flow.runtime.transport.sweeping import Sweeper
+from tests.clock import Clock
 from tests.patience import LONG, SOON
 from tests.runtime.local_cluster import local_cluster
 
@@ -564,24 +565,11 @@ def test_a_process_that_ends_while_others_start_is_noticed_at_once(
         LanePool(lanes(2), start_seconds=LONG)
 
 
-class Asleep:
-    """A clock that goes on while somebody sleeps, and then alone."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_lanes_that_the_cluster_has_no_room_for_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once the lanes of an earlier run would have ended, and long before lanes have to be up."""
-    clock = Asleep()
+    clock = Clock()
     monkeypatch.setattr(placing, "time", clock)
     monkeypatch.setattr(processes_module, "START_SECONDS", LONG)
     plan = Plan(

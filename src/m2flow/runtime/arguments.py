@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import SupportsFloat
 
 from m2flow.engine.plan import LONGEST_DEADLINE
@@ -23,25 +24,29 @@ def check_count(key: str, count: object, least: int = 1) -> None:
         )
 
 
-def check_seconds(key: str, seconds: object, *, zero: bool = False) -> None:
+def check_seconds(
+    key: str, seconds: object, *, zero: bool = False, most: float = LONGEST_DEADLINE
+) -> None:
     """Refuse what nobody can wait for.
 
     Args:
         key: the argument's name.
         seconds: its value.
         zero: whether it may be 0: not to wait.
+        most: what timers hold; infinite where any time that ends will do.
 
     Raises:
-        UserError: it is no number, is negative, or longer than any timer holds.
+        UserError: it is no number, is negative, or too long.
     """
     if isinstance(seconds, SupportsFloat) and not isinstance(seconds, bool):
         given = float(seconds)
-        if 0 < given <= LONGEST_DEADLINE or (zero and given == 0):
+        if (0 < given <= most and given < math.inf) or (zero and given == 0):
             return
     least = "0" if zero else "more than 0"
+    bound = "finite" if most == math.inf else f"at most {most:,.0f}"
     raise UserError(
         "every wait has an end",
         key=key,
         value=seconds,
-        expected=f"{least} and at most {LONGEST_DEADLINE:,.0f} seconds",
+        expected=f"{least} and {bound} seconds",
     )

@@ -23,6 +23,7 @@ from m2flow.runtime.transport.channel import (
     ChannelTimeout,
     host,
 )
+from tests.clock import Clock
 from tests.patience import SOON
 
 
@@ -32,7 +33,7 @@ def channel() -> Iterator[Channel]:
         yield channel
 
 
-class Waits:
+class Waits(Clock):
     """Stands for the host's clock and its waiting: what it waits for goes by at once.
 
     Attributes:
@@ -40,11 +41,8 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        self.now = 0.0
+        super().__init__()
         self.asked: list[float] = []
-
-    def monotonic(self) -> float:
-        return self.now
 
     def register(self, *_: object) -> None: ...
 
@@ -199,7 +197,7 @@ def test_batches_are_bounded(channel: Channel) -> None:
         Channel(max_items=0)
 
 
-@pytest.mark.parametrize("number", ["1", -1.0, float("nan"), [1], 1e7])
+@pytest.mark.parametrize("number", ["1", -1.0, float("nan"), [1], float("inf")])
 def test_numbers_that_are_none_are_refused_in_one_line(channel: Channel, number: Any) -> None:
     """Text was compared with a number; a channel was found whose every call waits for ever."""
     channel.put("x")
@@ -219,13 +217,11 @@ def test_numbers_that_are_none_are_refused_in_one_line(channel: Channel, number:
     ):
         with pytest.raises(UserError, match=r"(max_items|max_bytes): no such (bound|batch)"):
             asked()
-    if number != 1e7:
-        for asked in (
-            lambda: channel.put("y", weight=number),
-            lambda: channel.get_batch(weight=number),
-        ):
-            with pytest.raises(UserError, match="weight: no such weight"):
-                asked()
+    with pytest.raises(UserError, match="weight: no such weight"):
+        channel.put("y", weight=number)
+    if number != float("inf"):
+        with pytest.raises(UserError, match="weight: no such weight"):
+            channel.get_batch(weight=number)
     assert channel.get() == "x"
 
 

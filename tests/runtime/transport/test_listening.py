@@ -20,6 +20,7 @@ from m2flow.runtime.transport.frame import Frame, FrameStream, LineClosed
 from m2flow.runtime.transport.handshake import KeyRefused, prove
 from m2flow.runtime.transport.lines import SILENCE_SECONDS, LauncherLine
 from m2flow.runtime.transport.listening import LOOPBACK, SILENT_SECONDS, Listener, connect
+from tests.clock import Clock
 from tests.runtime.transport.strangers import SOON, check_nobody_waits, patient_listeners
 
 __all__ = ["patient_listeners"]
@@ -129,15 +130,12 @@ def test_strangers_who_babble_without_end_hold_up_nobody(door: Door) -> None:
         door.came.get(timeout=0.1)
 
 
-class Dripping:
+class Dripping(Clock):
     """A connection on which one byte comes a second, by a clock of its own."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        super().__init__()
         self.waits: list[float] = []
-
-    def monotonic(self) -> float:
-        return self.now
 
     def settimeout(self, seconds: float) -> None:
         self.waits.append(seconds)

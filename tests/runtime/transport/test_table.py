@@ -26,6 +26,7 @@ from m2flow.runtime.transport.peers import Peers, Received
 from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import SharedPool
 from m2flow.runtime.transport.table import ASSUMED, BETWEEN, LinkTable, TransferCost, way
+from tests.clock import Clock
 
 
 def test_what_fits_into_a_message_goes_with_it() -> None:
@@ -76,16 +77,6 @@ def test_measuring_a_node_and_a_cluster() -> None:
     assert table.costs["cluster"].keys() == {"stream"}
     for part in (peers, near, other, pool):
         part.close()
-
-
-class Clock:
-    """A clock that goes on where it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize(("node", "sizes"), [("here", 4), ("there", 2)])

@@ -16,6 +16,7 @@ import os
 import pickle
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Self, SupportsFloat
 
@@ -38,6 +39,8 @@ START_SECONDS = 60.0
 
 MAX_ITEMS, MAX_BYTES = 1024, 1 << 30
 """Bounds of a channel that does not say."""
+
+check_wait = partial(check_seconds, most=math.inf)
 
 NAMESPACE = "m2flow-channels"
 """The Ray namespace in which channels have their names."""
@@ -110,7 +113,7 @@ class Channel:
         """A handle to the channel of that name that `on_ray` has made."""
         import ray
 
-        check_seconds("timeout", timeout)
+        check_wait("timeout", timeout)
 
         try:
             actor = ray.get_actor(name, namespace=NAMESPACE)
@@ -220,12 +223,12 @@ class Channel:
         if weight is None and max_items is None:
             raise UserError("a batch needs weight or max_items", key="get_batch")
         if weight is not None:
-            least = _weighs(weight) and weight > 0
-            _require(least, "no such weight", "weight", weight, "more than 0")
+            more = isinstance(weight, SupportsFloat) and float(weight) > 0
+            _require(more, "no such weight", "weight", weight, "more than 0")
         if max_items is not None:
             _require(_is_bound(max_items), "no such batch", "max_items", max_items, "1 or more")
         if linger is not None:
-            check_seconds("linger", linger, zero=True)
+            check_wait("linger", linger, zero=True)
         most_weight = math.inf if weight is None else weight
         most_items = math.inf if max_items is None else max_items
         longest = math.inf if linger is None else linger
@@ -300,7 +303,7 @@ class Channel:
             type(key) in (str, int, type(None)), "no such key", "key", key, "string or integer"
         )
         seconds = self._timeout if timeout is None else timeout
-        check_seconds("timeout", seconds, zero=True)
+        check_wait("timeout", seconds, zero=True)
         head = pickle.dumps({"key": key, "timeout": seconds, **settings}, 5)
         stream = self._connection()
         longest = seconds + ANSWER_SECONDS
@@ -357,7 +360,7 @@ class Channel:
 def _checked_name(name: str | None, max_items: int, max_bytes: int, timeout: float) -> str:
     _require(_is_bound(max_items), "no such bound", "max_items", max_items, "1 or more")
     _require(_is_bound(max_bytes), "no such bound", "max_bytes", max_bytes, "1 or more")
-    check_seconds("timeout", timeout)
+    check_wait("timeout", timeout)
     return name or f"channel-{secrets.token_hex(4)}"
 
 
