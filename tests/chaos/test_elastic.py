@@ -1,6 +1,6 @@
 """Lanes that are lost for good, and lanes that come back: an elastic run gives the same figures.
 
-The flow is the one of `test_lane_loss`, which counts in integers: results are compared without
+The flow is the one of `dying_workers`, which counts in integers: results are compared without
 tolerance, whatever lanes they were made on.
 """
 
@@ -38,7 +38,7 @@ from m2flow.runtime.lane.orders import Probe
 from m2flow.workloads.common.planning import flow_of
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.start import train
-from tests.chaos.test_lane_loss import (
+from tests.chaos.dying_workers import (
     APART,
     ITEMS,
     Death,

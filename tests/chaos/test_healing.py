@@ -1,6 +1,6 @@
 """Lanes without a learner that are killed: they come back while the step goes on.
 
-The flow is the one of `test_lane_loss`, which counts in integers. Its learner notes what it folds
+The flow is the one of `dying_workers`, which counts in integers. Its learner notes what it folds
 in and every mini-batch that it ends, so that a step that is taken again, and an item that is lost
 or doubled, is seen.
 """
@@ -27,7 +27,7 @@ from m2flow.runtime.driver.launch import Run
 from m2flow.runtime.driver.mending import comes_back_alone
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.recovery import LOST
-from tests.chaos.test_lane_loss import (
+from tests.chaos.dying_workers import (
     APART,
     ITEMS,
     LANES,

@@ -20,7 +20,7 @@ SCRIPT = """
 import time
 import m2flow
 from m2flow.runtime.driver import supervision
-from tests.chaos.test_lane_loss import ITEMS, Death, Judge, Learner, Sampler, Training, prompts
+from tests.chaos.dying_workers import ITEMS, Death, Judge, Learner, Sampler, Training, prompts
 
 supervision.LOOK_SECONDS = 1.0
 

@@ -15,7 +15,7 @@ from m2flow.flow import Flow, FlowGraph, StageNode, Worker
 from m2flow.flow.stage import Stage, StageSpec
 from tests.engine.audit import simulate
 from tests.engine.random_cases import Case, SeededCosts
-from tests.engine.test_engine import items_of
+from tests.engine.toy_flows import items_of
 
 Started = tuple[int, int, tuple[int, ...]]
 """Stage, lane and items of a call."""

@@ -16,7 +16,7 @@ from m2flow.flow import SOURCE, loop
 from m2flow.flow.graph import StageNode
 from tests.engine.chaos import ANYTHING, SCHEDULES, Toy, Wishes, without_memory
 from tests.engine.random_cases import Case, cases
-from tests.engine.test_engine import graph_of, plan_of
+from tests.engine.toy_flows import graph_of, plan_of
 
 ordinary = settings(
     deadline=None, suppress_health_check=tuple(HealthCheck), report_multiple_bugs=False

@@ -33,7 +33,7 @@ from m2flow.engine.spans import ids_of
 from m2flow.errors import FlowError, UserError
 from m2flow.flow import SOURCE, FlowGraph
 from m2flow.runtime.lane.host import LaneHost
-from tests.engine.test_engine import all_of, finish, graph_of, items_of, only, plan_of
+from tests.engine.toy_flows import all_of, finish, graph_of, items_of, only, plan_of
 
 LOOP = graph_of(lambda a, b, c, x: c.score(loop(a.score, b.act)(x)), "a", "b", "c")
 

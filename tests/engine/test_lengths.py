@@ -16,7 +16,7 @@ from m2flow.engine.ready import LongestFirst, LowestFirst
 from m2flow.errors import UserError
 from m2flow.flow import SOURCE, loop
 from m2flow.runtime.lane.reports import item_lengths
-from tests.engine.test_engine import all_of, finish, items_of, only
+from tests.engine.toy_flows import all_of, finish, items_of, only
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.data())

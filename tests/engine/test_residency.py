@@ -10,7 +10,7 @@ from m2flow.engine import Engine, LaneSpec, Placement, Plan
 from m2flow.engine.messages import Command, MoveState, RunCall, StepSubmitted
 from m2flow.engine.residency import Residency
 from m2flow.errors import PlanError
-from tests.engine.test_engine import finish, graph_of, plan_of
+from tests.engine.toy_flows import finish, graph_of, plan_of
 
 
 def plan(limit: int | None, **workers: tuple[int, int]) -> Plan:

@@ -25,7 +25,7 @@ from m2flow.runtime.driver.recovery import Recovery
 from m2flow.runtime.driver.runner import Runner
 from m2flow.runtime.driver.supervision import Supervision
 from tests.engine.random_cases import Case, cases
-from tests.engine.test_engine import graph_of, plan_of
+from tests.engine.toy_flows import graph_of, plan_of
 from tests.runtime.crash_schedules import (
     SCHEDULES,
     CrashSchedule,

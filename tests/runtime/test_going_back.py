@@ -20,7 +20,7 @@ from m2flow.runtime.driver import loading
 from m2flow.runtime.driver.pilot import Pilot
 from m2flow.runtime.driver.recovery import Recovery
 from m2flow.runtime.driver.runner import StepResult
-from tests.engine.test_engine import plan_of
+from tests.engine.toy_flows import plan_of
 from tests.runtime.crash_schedules import CrashSchedule, Stateful, Stateless
 from tests.runtime.test_crash_schedules import CASE
 from tests.runtime.virtual_lanes import LaneProcess

@@ -10,7 +10,7 @@ from m2flow.engine import LaneSpec, Placement, Plan, StagePlan
 from m2flow.flow import FlowGraph, StageNode, loop
 from m2flow.simulation.driver import SimulatedRun, Simulation
 from m2flow.simulation.timing import Admitted, Timing
-from tests.engine.test_engine import graph_of
+from tests.engine.toy_flows import graph_of
 
 
 class Even(Timing):

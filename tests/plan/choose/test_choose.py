@@ -31,7 +31,7 @@ from m2flow.plan.profile import (
 )
 from m2flow.plan.simulate import simulate
 from m2flow.plan.units import Bytes
-from tests.engine.test_engine import graph_of
+from tests.engine.toy_flows import graph_of
 from tests.plan.choose.oracle import Oracle
 from tests.plan.random_cases import SHAPES, Case, draw, lanes_of
 from tests.plan.small_graphs import GRPO

@@ -1,0 +1,27 @@
+"""Lanes for a flow of workers that die, and what it gives undisturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Any]:
+    pytest.importorskip("ray")
+    from m2flow.runtime.driver.pool import LanePool
+    from tests.chaos.dying_workers import LANES
+    from tests.runtime.local_cluster import local_cluster
+
+    with local_cluster(len(LANES)), LanePool(LANES) as lanes:
+        yield lanes
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[Any]:
+    from tests.chaos.dying_workers import APART, Death, seen, start
+
+    with start(APART, Death(), None) as run:
+        return seen(run).figures
