@@ -317,7 +317,7 @@ def test_a_lane_that_is_lost_while_workers_load_is_not_the_plan_s_fault(
     """Another lane tells of it first."""
     run, scenario = _toy_run(pool, toy().make_flow())
 
-    def lost(self: Run, plans: object, kept: object) -> None:
+    def lost(self: Run, *_: object) -> None:
         os.kill(pool.addresses[2].process_id, signal.SIGKILL)
         raise RunFailed("workers were not loaded") from PeerLost("lane 2 is gone")
 
