@@ -51,8 +51,8 @@ def save_state(
     return Fetch(gang[0], number)
 
 
-def lost_lanes(pool: LanePool, error: RunFailed) -> dict[int, tuple[str, float]]:
-    """The lanes whose loss an error may come from, with why and when; see `LanePool.lost`.
+def comes_of_a_loss(pool: LanePool, error: RunFailed) -> bool:
+    """Whether an error may come of the loss of lanes; which ones `LanePool.lost` says.
 
     A lane whose worker has lost a process of its own counts as lost: who works with it may wait
     within a collective, and only the end of its process ends that.
@@ -66,7 +66,7 @@ def lost_lanes(pool: LanePool, error: RunFailed) -> dict[int, tuple[str, float]]
         if time.monotonic() > deadline:
             break
         pool.receive(0.1)
-    return dict(pool.lost)
+    return bool(pool.lost)
 
 
 def stopped(pool: LanePool, carrier: Carrier, runners: Mapping[str, Runner]) -> set[int]:

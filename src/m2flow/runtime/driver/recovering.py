@@ -242,7 +242,7 @@ class FlowThatRecovers(FlowOnLanes):
             return False
         from m2flow.runtime.driver import moving
 
-        return cannot_heal(error) or bool(moving.lost_lanes(self._pool, error))
+        return cannot_heal(error) or moving.comes_of_a_loss(self._pool, error)
 
     def _lanes_back(self, error: RunFailed, instead: Plan | None = None) -> list[Batch]:
         """Start lanes again that were lost, or do without them; go back to the last snapshot, and

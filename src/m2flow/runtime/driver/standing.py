@@ -284,7 +284,7 @@ class FlowOnLanes:
         try:
             self._bring_up(plans, next_steps, kept, states)
         except RunFailed as error:
-            if moving.lost_lanes(pool, error):
+            if moving.comes_of_a_loss(pool, error):
                 raise
             return error
         except Exception as error:
