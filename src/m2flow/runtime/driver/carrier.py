@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from threading import Lock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, Protocol, get_args
 
 from ray import cloudpickle
 
@@ -66,14 +66,28 @@ from m2flow.runtime.transport.listening import SILENT_SECONDS
 from m2flow.runtime.transport.peering import PeerLost
 from m2flow.runtime.weights.publisher import Publisher
 
-if TYPE_CHECKING:  # which knows the carrier
-    from m2flow.runtime.driver.mending import Mender
-
 REPORTED = get_args(LaneReport)
 
 PEER_SECONDS = 1.0
 """How long to wait for the first cause, when a lane fails as it does when another one has. Where a
 machine is silent its peers may notice sooner than the launcher, by all that either takes."""
+
+
+class Healing(Protocol):
+    """Brings lost lanes back while the steps go on; see `Mender`."""
+
+    epochs: dict[int, int]
+
+    @property
+    def busy(self) -> bool: ...
+
+    def ended(self, lane: int, reason: str) -> LaneLost | None: ...
+
+    def instead_of(self, failed: CallFailed) -> CallFailed | LaneLost: ...
+
+    def takes(self, lane: int, message: FromLane) -> bool: ...
+
+    def news(self) -> list[Report]: ...
 
 
 class RayCarrier:
@@ -115,7 +129,7 @@ class RayCarrier:
         self._released: dict[int, list[Release]] = {lane.id: [] for lane in pool.lanes}
         self._gang_calls: dict[int, set[int]] = {}  # the lanes of each that are at it
         self._keeping: KeepRollouts | None = None
-        self.mender: Mender | None = None
+        self.mender: Healing | None = None
         self._collective = {name for name, worker in workers.items() if worker.collective}
         self.publisher = Publisher(pool.same_node, plan, graphs, pool.exchange.link)
         self.state_bytes = load_workers(

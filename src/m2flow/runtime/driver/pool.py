@@ -74,7 +74,7 @@ CHECK_SECONDS = 0.5
 """How often the lines are asked which lanes have said nothing for long."""
 
 
-class Asked(Future[MethodResult]):
+class PendingAnswer(Future[MethodResult]):
     """What a lane was asked: its answer, or RunFailed if the lane was lost before.
 
     Attributes:
@@ -157,7 +157,7 @@ class LanePool:
         self._lines: dict[int, LauncherLine] = {}
         self._holding: set[int] = set()
         self._inbox: deque[tuple[int, FromLane]] = deque()
-        self._awaited: dict[int, tuple[int, Asked]] = {}
+        self._awaited: dict[int, tuple[int, PendingAnswer]] = {}
         self._next_number = 0
         self._checked = time.monotonic()
         self.spoiled: str | None = None
@@ -332,10 +332,10 @@ class LanePool:
         finally:
             self._inbox.extend(kept)
 
-    def ask_later(self, lane: int, order: Callable[[int], Order]) -> Asked:
+    def ask_later(self, lane: int, order: Callable[[int], Order]) -> PendingAnswer:
         """Give an order that has a number, and wait for nothing: the future has its answer once
         `receive` has heard it."""
-        number, answer = self.new_number(), Asked()
+        number, answer = self.new_number(), PendingAnswer()
         self._awaited[number] = lane, answer
         if lane not in self._lines:
             self._without_answer(lane, self.lost.get(lane, ("it is gone",))[0])
