@@ -158,6 +158,21 @@ def test_an_optimizer_goes_on_from_an_older_file(tmp_path: Path) -> None:
     assert all(again[name].equal(expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("name", ["exp_avg/gate", "critics.net.0.weight"])
+def test_the_state_of_another_model_is_refused(name: str, tmp_path: Path) -> None:
+    """Such as of one that trained more of its weights, or of another algorithm."""
+    there = SumOptimizer(torch.nn.Linear(3, 2).named_parameters(), ADAMW)
+    states = {"num_steps": torch.tensor(1), name: torch.ones(3)}
+    save_file(states, tmp_path / "state.safetensors")
+    saved = SavedState(tmp_path)
+    with pytest.raises(UserError) as caught:
+        there.load(saved.names, saved.read)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert name in line
+    assert "start a new run" in line
+
+
 def product_of(*quantities: str) -> set[str]:
     """Names of quantities of a layer's parameters."""
     return {f"{quantity}/{name}" for quantity in quantities for name in ("weight", "bias")}

@@ -253,12 +253,21 @@ class SumOptimizer:
         Args:
             names: those that `parts` had.
             fill: copies what was saved into parts, which are memory of this optimizer.
+
+        Raises:
+            UserError: some of it is of no parameter that is trained here.
         """
         num_steps = _scalar(0)
         parts, by_name = {NUM_STEPS: num_steps}, {name: set[str]() for name, _ in self._named}
         for key in set(names) - {NUM_STEPS}:
-            quantity, name = key.split("/", 1)
-            assert name in by_name, f"state of another model: it has no parameter {name}"
+            quantity, _, name = key.partition("/")
+            if name not in by_name:
+                raise UserError(
+                    "is in the trainer's state, and no parameter that is trained now has it",
+                    key=key,
+                    hint="go on with the recipe and the version of m2flow that wrote it, or start "
+                    "a new run",
+                )
             by_name[name].add(quantity)
         moments: dict[str, dict[str, Tensor]] = {}
         for (name, parameter), _, master in self._all():

@@ -122,6 +122,20 @@ def test_a_tiny_model_is_trained_and_changes(kind: str, tmp_path: Path) -> None:
 
 
 @needs_vla
+def test_a_run_of_pi0_whose_unused_table_had_moments_is_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs begun before the table was left out of training ended in an assertion when resumed."""
+    changes = {"model": "tiny", "policy": {"kind": "pi0", "chunk": 2}, "evaluation.episodes": 0}
+    with monkeypatch.context() as earlier:
+        earlier.setattr(torch.nn.Embedding, "requires_grad_", lambda self, _: self)
+        train(TABLE, changes, run_dir=tmp_path / "run")
+    with pytest.raises(UserError, match="dit.embed_tokens.weight.*start a new run") as caught:
+        train(TABLE, {**changes, "steps": 2}, run_dir=tmp_path / "run", resume=True)
+    assert "\n" not in str(caught.value)
+
+
+@needs_vla
 def test_a_fine_tuned_model_is_a_published_folder_again(tmp_path: Path) -> None:
     """Adapters added: it acts as the run's own policy does, without m2flow's recipe."""
     from m2flow.models.policies.vla.checkpoint import load_openvla_oft

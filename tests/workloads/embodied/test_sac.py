@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import m2flow
 from m2flow.algorithms.sampling import derive_seed
@@ -275,6 +275,22 @@ def test_four_steps_are_two_a_stop_and_two_more(tmp_path: Path) -> None:
         for name, tensor in ours.items():
             assert torch.equal(tensor, theirs[name]), name
     assert int(ours["replay.total"]) == 192 > len(ours["replay.rows"]) == 150
+
+
+@pytest.mark.parametrize("change", ["absent", "wider"])
+def test_the_state_of_another_policy_is_refused(change: str, tmp_path: Path) -> None:
+    update = fresh_update(recipe())
+    update.write(tmp_path / "trainer")
+    state = load_file(tmp_path / "trainer" / STATE)
+    name = min(key for key in state if key.startswith("critics."))
+    changed = state.pop(name)
+    if change == "wider":
+        state[name] = changed.repeat(*[2] * changed.ndim)
+    save_file(state, tmp_path / "trainer" / STATE)
+    with pytest.raises(UserError, match="state of another policy") as caught:
+        update.read(tmp_path / "trainer")
+    assert "\n" not in str(caught.value)
+    assert "start a new run" in str(caught.value)
 
 
 def test_a_learner_goes_on_elsewhere_from_a_copy_of_what_was_saved() -> None:

@@ -24,6 +24,7 @@ from torch.func import functional_call
 from m2flow.algorithms.sac import actor_loss, critic_loss, polyak, soft_targets, temperature_loss
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.environments.spec import EnvironmentSpec
+from m2flow.errors import UserError
 from m2flow.flow import Batch, Place
 from m2flow.models.policies.protocol import Policy, RunningStatistics
 from m2flow.models.policies.twin_critics import TwinCritics
@@ -217,8 +218,21 @@ class SoftUpdate:
         save_file(state, folder / STATE)
 
     def read(self, folder: Path) -> None:
-        """Go on from what was written."""
-        self.load_state_dict(load_file(folder / STATE))
+        """Go on from what was written.
+
+        Raises:
+            UserError: it is of another policy.
+        """
+        file = folder / STATE
+        try:
+            self.load_state_dict(load_file(file))
+        except (KeyError, RuntimeError) as error:  # as torch raises it for names and for shapes
+            raise UserError(
+                f"holds the state of another policy: {str(error).splitlines()[-1].strip()}",
+                key=str(file),
+                hint="go on with the recipe and the version of m2flow that wrote it, or start a "
+                "new run",
+            ) from error
 
     def state_items(self) -> Iterator[tuple[str, Tensor]]:
         """All that a run needs to go on, beside the policy's weights."""
