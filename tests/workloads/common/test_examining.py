@@ -26,7 +26,7 @@ from m2flow.workloads.common.examining import (
     in_waves,
     wave_size,
 )
-from m2flow.workloads.common.resume import check_model, recipe_of, run_of
+from m2flow.workloads.common.resume import check_directory, check_model, recipe_of, run_of
 from m2flow.workloads.common.workload import Examination
 from tests.plan.small_graphs import Grpo, Model, Trainer
 
@@ -96,6 +96,33 @@ def test_a_configuration_of_others_makes_no_run_of_a_model(tmp_path: Path) -> No
     assert examiner_of(model, PROBLEMS) is workload_named("reasoning")
     (model / "config.yaml").write_text("defaults: [model]\n")
     check_model(model)
+
+
+@pytest.mark.parametrize("text", ["defaults: [model]\n", "- a list\n", "not: [yaml\n", ""])
+def test_a_project_of_others_with_checkpoints_is_no_run(text: str, tmp_path: Path) -> None:
+    """Models are kept so by many trainers; none of them could be examined."""
+    model = tmp_path / "checkpoints" / "step_10"
+    model.mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(text)
+    for path in (model, model / "model"):
+        assert run_of(path) is None
+        assert examiner_of(path, PROBLEMS) is workload_named("reasoning")
+    check_model(tmp_path)
+
+
+def test_a_project_of_others_that_is_resumed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("defaults: [model]\n")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/config.yaml: workload: is missing"):
+        check_directory(read_recipe("quickstart"), tmp_path, resume=True)
+
+
+def test_a_run_whose_configuration_is_damaged_is_a_run(tmp_path: Path) -> None:
+    step = checkpoint_of(tmp_path, "quickstart")
+    (tmp_path / "config.yaml").write_text("not: [yaml\n")
+    (tmp_path / "run.json").write_text("{}")
+    assert run_of(step) == tmp_path.resolve()
+    with pytest.raises(UserError, match="config.yaml"):
+        recipe_of(tmp_path)
 
 
 def test_what_is_wrong_with_the_recipe_of_a_run_is_said_with_its_file(tmp_path: Path) -> None:

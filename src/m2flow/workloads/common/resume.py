@@ -45,9 +45,21 @@ def run_of(checkpoint: Path) -> Path | None:
     for path in inside.parents[:3]:
         run = RunDirectory(path)
         written = any(inside.is_relative_to(one) for one in (run.checkpoints, run.warmup))
-        if written and run.config.is_file():
+        if written and _is_run(run):
             return path
     return None
+
+
+def _is_run(run: RunDirectory) -> bool:
+    """Whether m2flow wrote a directory: `config.yaml` and `checkpoints` alone may be anybody's."""
+    if not run.config.is_file():
+        return False
+    if run.run.is_file():
+        return True
+    try:
+        return "workload" in (read_document(run.config) or {})
+    except UserError:  # it is no recipe at all
+        return False
 
 
 def check_model(path: Path) -> None:
@@ -59,7 +71,7 @@ def check_model(path: Path) -> None:
     if not path.exists():
         raise UserError("no such file or folder", key="MODEL", value=str(path))
     run = RunDirectory(path)
-    if run.config.is_file() and (run.run.is_file() or run.checkpoints.is_dir()):
+    if _is_run(run) and (run.run.is_file() or run.checkpoints.is_dir()):
         checkpoint = run.checkpoints / "latest"
         raise UserError(
             "is a run, and has a model for each checkpoint", key="MODEL", value=str(path),
@@ -112,7 +124,7 @@ def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
             value=str(run_dir),
             hint="start a new run in another directory",
         )
-    before = validated(read_yaml(path))
+    before = recipe_of(run_dir)
     _check_same(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
     if recipe.steps != before.steps and recipe.fixed_steps is not None:
         raise UserError(
