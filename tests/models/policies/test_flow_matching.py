@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,6 +173,29 @@ def test_a_checkpoint_in_bfloat16_acts_and_is_judged(noise: Any, tmp_path: Path)
     judged.logprobs.sum().backward()
     if half.noise_network is not None:
         assert all(p.grad is not None and p.grad.any() for p in half.noise_network.parameters())
+
+
+def test_a_bfloat16_checkpoint_has_states_and_actions_scaled_as_transformers_scales_them() -> None:
+    """In float32: rounded to bfloat16 first, a figure near the mean lost all but its sign."""
+    mean, std = (0.7, -1.3, 2.1, 0.4, 5.0), (0.01, 0.02, 0.005, 0.03, 0.01)
+    scales = {"state_mean": mean, "state_std": std, "action_mean": mean[:3], "action_std": std[:3]}
+    model = policy(**scales)
+    model.model.to(torch.bfloat16)
+    from transformers import PI0Processor  # after torchvision, which making the policy imports
+
+    theirs: Any = SimpleNamespace(
+        **{name.replace("action", "actions"): list(figures) for name, figures in scales.items()}
+    )
+    generator = torch.Generator().manual_seed(3)
+    state = torch.tensor(mean) + torch.tensor(std) * torch.randn(3, 5, generator=generator)
+    actions = torch.tensor(mean[:3]) + 0.01 * torch.randn(3, 4, 3, generator=generator)
+    wanted = PI0Processor.normalize(theirs, state, "state").to(torch.bfloat16)
+    assert model._scene(observations() | {"state": state}).state.equal(wanted)
+    given: dict[str, Tensor] = {}
+    model.model.register_forward_pre_hook(lambda _, __, some: given.update(some), with_kwargs=True)
+    model.cloning_loss(observations() | {"state": state}, actions, seed=9)
+    wanted = PI0Processor.normalize(theirs, actions, "actions").to(torch.bfloat16)
+    assert given["actions"][..., :3].equal(wanted)
 
 
 @torch.no_grad()

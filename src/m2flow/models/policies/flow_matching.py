@@ -13,7 +13,8 @@ has one:
 Tokens are the whole path: coordinates (S + 1) * A per action, first the noise, last the action.
 Their log-probabilities sum to that of the path. Greedy acting follows the plain equation from the
 item's own noise. Path, means, deviations and log-probabilities are float32, whatever the network
-computes in: a small deviation is less than the spacing of bfloat16 numbers.
+computes in: a small deviation is less than the spacing of bfloat16 numbers. So are states and
+actions until they are scaled.
 
 Where fewer actions are carried out than the checkpoint decides on (K of H), those that are not
 stand behind those that are, in rows k, k + K, k + 2K and so on of an action k, and have neither
@@ -210,7 +211,7 @@ class FlowMatchingPolicy(Policy):
             timestep=time_B[rows].to(state.device),
             attention_mask=scene.mask,
             past_key_values=scene.cache,
-            actions=self._own_actions(actions_BHA[rows].to(state)),
+            actions=self._own_actions(actions_BHA[rows].to(state.device)).to(state.dtype),
         )
         return output.loss.float().mean()
 
@@ -300,13 +301,12 @@ class FlowMatchingPolicy(Policy):
                 value=state_BS.shape[1],
                 expected=f"at most {limit}",
             )
-        state_BS = state_BS.to(self.model.dtype)
         if self.options.state_mean is not None:
             mean = state_BS.new_tensor(self.options.state_mean)
             std = state_BS.new_tensor(self.options.state_std or (1.0,))
             size = state_BS.shape[1]
             state_BS = (state_BS - mean[:size]) / (std[:size] + 1e-8)
-        return F.pad(state_BS, (0, limit - state_BS.shape[1]))
+        return F.pad(state_BS, (0, limit - state_BS.shape[1])).to(self.model.dtype)
 
     def _environment_actions(self, actions_BKA: Tensor) -> Tensor:
         if self.options.action_mean is not None:
