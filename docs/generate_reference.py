@@ -259,7 +259,8 @@ EMBODIED = {
     "environment.steps_aside": "a simulator that cannot save its state leaves a lane that is short "
     "of memory (`lane_memory`) too: its episodes are replayed from their seeds and actions when it "
     "is back; one that saves its state leaves in any case",
-    "optimizer.warmup_steps": "optimizer steps over which the learning rate rises",
+    "optimizer.warmup_steps": "optimizer steps over which the learning rate rises; the policy's "
+    "behind those in which the critic alone learns",
     "policy.kind": "an actor-critic on states or on pictures, or a vision-language-action model",
     "policy.chunk": "actions decided at once",
     "policy.hidden": "`mlp`: widths of its layers",

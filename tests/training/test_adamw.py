@@ -19,7 +19,7 @@ def test_the_step_is_that_of_torchs_optimizer() -> None:
             one.grad = torch.randn(one.shape, generator=generator)
             other.grad = one.grad.clone()
         optimizer.param_groups[0]["lr"] = 0.1 / number
-        step.step(0.1 / number, number)
+        step.step({0: 0.1 / number}.__getitem__, number)
         optimizer.step()
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)

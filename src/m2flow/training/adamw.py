@@ -7,7 +7,7 @@ one count, which the caller keeps; one that stands still at first has fewer by a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -40,39 +40,35 @@ class AdamWStep:
         first_after: Mapping[Tensor, int] = NOBODY_WAITS,
     ) -> None:
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
-        self._first_after = first_after
-        self._groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        self._groups: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
         for parameter in parameters:
-            key = parameter.device, parameter.dtype
+            key = parameter.device, parameter.dtype, first_after.get(parameter, 0)
             self._groups.setdefault(key, []).append(parameter)
         self.state: dict[Tensor, dict[str, Tensor]] = {}
 
     @torch.no_grad()
-    def step(self, learning_rate: float, number: int) -> None:
-        """Take a step; `number` is that of the step, from 1."""
-        for (device, _), group in self._groups.items():
-            own = [number - self._first_after.get(one, 0) for one in group]
-            stepped = [
-                (parameter, parameter.grad, count)
-                for parameter, count in zip(group, own, strict=True)
-                if parameter.grad is not None and count > 0
-            ]
-            if not stepped:
+    def step(self, rate_after: Callable[[int], float], number: int) -> None:
+        """Take a step.
+
+        Args:
+            rate_after: the learning rate of parameters by their `first_after`.
+            number: of the step, from 1.
+        """
+        for (device, _, after), group in self._groups.items():
+            stepped = [(one, one.grad) for one in group if one.grad is not None]
+            if not stepped or number <= after:
                 continue
-            parameters = [parameter for parameter, _, _ in stepped]
+            parameters = [parameter for parameter, _ in stepped]
             moments = [self._moments(parameter) for parameter in parameters]
-            counts = {
-                count: torch.full((), float(count), dtype=torch.float32, device=device)
-                for count in set(own)
-            }
+            count = torch.full((), float(number - after), dtype=torch.float32, device=device)
             torch._fused_adamw_(
                 parameters,
-                [gradient for _, gradient, _ in stepped],
+                [gradient for _, gradient in stepped],
                 [one[MOMENTS[0]] for one in moments],
                 [one[MOMENTS[1]] for one in moments],
                 [],
-                [counts[count] for _, _, count in stepped],
-                lr=learning_rate,
+                [count] * len(stepped),
+                lr=rate_after(after),
                 beta1=self._betas[0],
                 beta2=self._betas[1],
                 weight_decay=self._weight_decay,

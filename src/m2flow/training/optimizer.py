@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -76,7 +76,10 @@ class AdamWConfig:
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """One optimizer step: the norm before clipping, the learning rate, and the reduced sums."""
+    """One optimizer step: the norm before clipping, the learning rate, and the reduced sums.
+
+    The learning rate is that of the parameters that begin last, 0 before they do.
+    """
 
     grad_norm: float
     learning_rate: float
@@ -107,8 +110,8 @@ class SumOptimizer:
             are left alone.
         config: every figure of the optimizer.
         shards: how the model is divided.
-        first_after: by parameter, so many steps of the run in which it stands still; not with 8-bit
-            moments or stochastic rounding.
+        first_after: by parameter, so many steps of the run in which it stands still, and behind
+            which its learning rate begins to rise; not with 8-bit moments or stochastic rounding.
 
     Raises:
         UserError: the configuration asks for torchao, which is not installed, or for stochastic
@@ -136,6 +139,7 @@ class SumOptimizer:
             if parameter in first_after
         }
         self._adamw = _adamw(self._masters, config, waits)
+        self._last_after = max(waits.values(), default=0)
         self.num_steps = 0
         """Optimizer steps taken."""
 
@@ -188,7 +192,7 @@ class SumOptimizer:
         norm = math.sqrt(float(squared_norm)) if squared_norm >= 0 else math.nan
         loss, divisor = float(sums[0]), float(sums[denominator])
         grad_norm = norm / divisor if divisor else 0.0
-        learning_rate = self._config.learning_rate * self._config.schedule.factor(self.num_steps)
+        rate_after = partial(self._rate_after, number=self.num_steps)
         finite = math.isfinite(norm) and math.isfinite(loss)
         if divisor and finite:
             scale = 1.0 / divisor
@@ -200,13 +204,19 @@ class SumOptimizer:
             for host, flat in zip(self._host_flats, self._flats, strict=False):
                 host.copy_(flat)
             self.num_steps += 1
-            self._adamw.step(learning_rate, self.num_steps)
+            self._adamw.step(rate_after, self.num_steps)
             self._round()
         found = "" if finite else self._what_is_not_finite(loss)
         self.zero()
         if not finite:
             raise NotFinite(found)
-        return OptimizerStep(grad_norm, learning_rate, sums)
+        return OptimizerStep(grad_norm, rate_after(self._last_after), sums)
+
+    def _rate_after(self, waited: int, number: int) -> float:
+        """The learning rate of a step, from 0, for parameters that wait for so many steps."""
+        schedule = self._config.schedule
+        own = replace(schedule, idle_steps=schedule.idle_steps + waited)
+        return self._config.learning_rate * own.factor(number)
 
     def tensors(self) -> Iterator[Tensor]:
         """What is stepped, its gradients, and optimizer state, as they are now."""

@@ -13,7 +13,7 @@ of parameters.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,8 +81,9 @@ class TorchaoAdamW(AdamWStep):
             self._optimizers[parameter] = optimizer
             self._begin(parameter)
 
-    def step(self, learning_rate: float, number: int) -> None:
-        """Take a step; `number` is that of the step, from 1."""
+    def step(self, rate_after: Callable[[int], float], number: int) -> None:
+        """As of an `AdamWStep`; no parameter waits."""
+        learning_rate = rate_after(0)
         for index, (parameter, optimizer) in enumerate(self._optimizers.items()):
             optimizer.param_groups[0]["lr"].fill_(learning_rate)
             optimizer.state[parameter][_COUNT].fill_(number - 1)  # which it adds 1 to

@@ -121,7 +121,7 @@ def test_a_run_whose_configuration_is_damaged_is_a_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("not: [yaml\n")
     (tmp_path / "run.json").write_text("{}")
     assert run_of(step) == tmp_path.resolve()
-    with pytest.raises(UserError, match="config.yaml"):
+    with pytest.raises(UserError, match=r"config\.yaml"):
         recipe_of(tmp_path)
 
 

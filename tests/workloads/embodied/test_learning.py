@@ -301,23 +301,52 @@ def test_at_first_the_critic_alone_learns(shared: bool) -> None:
     assert changed() == {True, False}
 
 
-def test_after_the_critic_has_warmed_up_the_policy_begins_as_a_fresh_one() -> None:
-    """By the count of all steps its first ones were several times the learning rate, and decay
-    had shrunk it before."""
-    decay = {**RECIPE["optimizer"], "weight_decay": 0.5, "learning_rate": 0.01}
-    fresh: Any = read_recipe({**RECIPE, "optimizer": decay})
-    late: Any = read_recipe(
-        {**RECIPE, "optimizer": decay, "algorithm": {"name": "ppo", "value_warmup_steps": 20}}
-    )
+@pytest.mark.parametrize(
+    "schedule", [{}, {"warmup_steps": 5}, {"schedule": "linear"}], ids=["constant", "rise", "fall"]
+)
+def test_after_the_critic_has_warmed_up_the_policy_begins_as_a_fresh_one(
+    schedule: dict[str, Any],
+) -> None:
+    """By the count of all steps its first ones were several times the learning rate, decay
+    had shrunk it before, and the learning rate had risen or fallen without it."""
+    settings = {**RECIPE["optimizer"], "weight_decay": 0.5, "learning_rate": 0.01, **schedule}
+    fresh: Any = read_recipe({**RECIPE, "optimizer": settings, "steps": 4})
+    warm_up = {"name": "ppo", "value_warmup_steps": 20}
+    late: Any = read_recipe({**RECIPE, "optimizer": settings, "algorithm": warm_up, "steps": 24})
     ours, theirs = policy("gaussian"), policy("gaussian")
     update, other = PolicyUpdate(ours, late), PolicyUpdate(theirs, fresh)
     update.optimizer.num_steps = update._critic_steps
-    for some in (update, other):
-        some.run(rollouts("gaussian", whole=True), None)
-    critic = {id(parameter) for parameter in ours.critic_parameters()}
-    for mine, one in zip(ours.parameters(), theirs.parameters(), strict=True):
-        if id(mine) not in critic:
-            torch.testing.assert_close(mine, one)
+    for _ in range(2):
+        now, then = (some.run(rollouts("gaussian", whole=True), None) for some in (update, other))
+        assert now["learning_rate"] == then["learning_rate"]
+        critic = {id(parameter) for parameter in ours.critic_parameters()}
+        for mine, one in zip(ours.parameters(), theirs.parameters(), strict=True):
+            if id(mine) not in critic:
+                torch.testing.assert_close(mine, one)
+            with torch.no_grad():  # the critics have schedules of their own
+                one.copy_(mine)
+
+
+def test_the_critic_s_learning_rate_does_not_wait_for_the_policy() -> None:
+    schedule = {"warmup_steps": 5, "schedule": "linear"}
+    settings = {**RECIPE["optimizer"], **schedule}
+    fresh: Any = read_recipe({**RECIPE, "optimizer": settings, "steps": 12})
+    warm_up = {"name": "ppo", "value_warmup_steps": 4}
+    late: Any = read_recipe({**RECIPE, "optimizer": settings, "algorithm": warm_up, "steps": 12})
+    ours, theirs = policy("gaussian"), policy("gaussian")
+    figures = PolicyUpdate(ours, late).run(rollouts("gaussian", whole=True), None)
+    PolicyUpdate(theirs, fresh).run(rollouts("gaussian", whole=True), None)
+    assert figures["learning_rate"] == 0.0, "the policy's"
+    for mine, one in zip(ours.critic_parameters(), theirs.critic_parameters(), strict=True):
+        torch.testing.assert_close(mine, one)
+
+
+def test_a_schedule_that_is_over_before_the_policy_begins_is_refused() -> None:
+    warm_up = {"name": "ppo", "value_warmup_steps": 10}
+    settings = {"schedule": "linear", "warmup_steps": 4}
+    with pytest.raises(UserError, match=r"steps - algorithm.value_warmup_steps\).* = 4"):
+        read_recipe({**RECIPE, "optimizer": settings, "algorithm": warm_up, "steps": 14})
+    read_recipe({**RECIPE, "optimizer": settings, "algorithm": warm_up, "steps": 15})
 
 
 def test_mini_batches_without_a_turn_have_no_ratio() -> None:

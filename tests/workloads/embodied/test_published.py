@@ -130,7 +130,7 @@ def test_a_run_of_pi0_whose_unused_table_had_moments_is_refused_in_a_line(
     with monkeypatch.context() as earlier:
         earlier.setattr(torch.nn.Embedding, "requires_grad_", lambda self, _: self)
         train(TABLE, changes, run_dir=tmp_path / "run")
-    with pytest.raises(UserError, match="dit.embed_tokens.weight.*start a new run") as caught:
+    with pytest.raises(UserError, match=r"dit\.embed_tokens\.weight.*start a new run") as caught:
         train(TABLE, {**changes, "steps": 2}, run_dir=tmp_path / "run", resume=True)
     assert "\n" not in str(caught.value)
 

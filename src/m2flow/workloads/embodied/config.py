@@ -256,8 +256,8 @@ class EmbodiedAlgorithmSection(Section):
     Of GRPO's groups those are dropped whose share of successes is outside `success_bounds`, after
     other starts were tried in their place `further_draws` times at most; without bounds, those are
     tried again whose episodes are all worth the same. In the
-    first `value_warmup_steps` steps of PPO the critic alone learns, and the policy stands still;
-    optimizer steps that are left out do not count.
+    first `value_warmup_steps` steps of PPO the critic alone learns, and the policy stands still,
+    whose learning rate rises and falls behind them; optimizer steps that are left out do not count.
     With `advantage_level: action` an action is not credited with rewards of its chunk before it.
     """
 
@@ -403,6 +403,11 @@ class EmbodiedRecipe(common.Recipe):
             return self.steps * self.replay.updates
         return self.steps * self.update.epochs * self.update.minibatches
 
+    @property
+    def idle_steps(self) -> int:
+        """Optimizer steps at the start in which the critic alone learns."""
+        return self.algorithm.value_warmup_steps * self.update.epochs * self.update.minibatches
+
     def computes_again(self, device: str) -> bool:
         """Whether the backward pass computes activations again, on a device or kind of lane."""
         chosen = self.update.gradient_checkpointing
@@ -505,8 +510,9 @@ class EmbodiedRecipe(common.Recipe):
                 expected="chunk",
             )
         sac = self.algorithm.name == "sac"
-        sizes = "steps x replay.updates" if sac else "steps x update.epochs x update.minibatches"
-        self.optimizer.check_schedule(self.optimizer_steps, sizes)
+        steps = "(steps - algorithm.value_warmup_steps)" if self.idle_steps else "steps"
+        sizes = "replay.updates" if sac else "update.epochs x update.minibatches"
+        self.optimizer.check_schedule(self.optimizer_steps - self.idle_steps, f"{steps} x {sizes}")
         if sac and self.replay.begin > self.replay.capacity:
             raise UserError(
                 "the buffer never holds so many transitions, so that nothing is learned",

@@ -69,9 +69,7 @@ class PolicyUpdate:
     ) -> None:
         self.policy, self.recipe, self._shards, self._goes_on = policy, recipe, shards, goes_on
         critic = set(policy.critic_parameters())
-        self._critic_steps = (
-            recipe.algorithm.value_warmup_steps * recipe.update.epochs * recipe.update.minibatches
-        )
+        self._critic_steps = recipe.idle_steps
         first_after: dict[Tensor, int] = {
             one: self._critic_steps for one in policy.parameters() if one not in critic
         }
