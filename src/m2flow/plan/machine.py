@@ -86,8 +86,18 @@ def gpu_memory() -> tuple[int, ...]:
     Empty where the driver does not tell, or where a part of one (MIG) is to be used, of which it
     tells something else.
     """
+    return _memory("memory.total")
+
+
+def free_gpu_memory() -> tuple[int, ...]:
+    """Bytes that are free now of each of the same accelerators; empty as there."""
+    _asked.cache_clear()
+    return _memory("memory.free")
+
+
+def _memory(field: str) -> tuple[int, ...]:
     try:
-        return tuple(int(size) << 20 for size in _of_each_gpu("memory.total"))
+        return tuple(int(size) << 20 for size in _of_each_gpu(field))
     except ValueError:  # a driver that does not know says so in words
         return ()
 

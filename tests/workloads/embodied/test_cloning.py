@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,7 @@ def test_a_warm_up_runs_on_an_accelerator_with_room(
     """It ran on the host's cores, whatever else the machine had."""
     policy = Plane(torch.bfloat16)  # 24 parameters with masters, gradients and moments: 18 bytes
     free = {0: 400, 1: 481}
+    monkeypatch.setattr("m2flow.workloads.embodied.cloning.free_gpu_memory", tuple)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert device_with_room(policy, recipe()) == "cpu"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -237,6 +239,38 @@ def test_a_warm_up_runs_on_an_accelerator_with_room(
     with pytest.raises(Seen):
         EmbodiedExperiment(recipe()).prepare(tmp_path)
     assert placed == ["meta"]
+
+
+def test_accelerators_that_are_looked_at_for_a_warm_up_get_no_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That which torch makes to ask takes hundreds of MB of each, for as long as the run lasts."""
+    driver = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+
+    def asked(number: int) -> tuple[int, int]:
+        raise AssertionError(f"a context on accelerator {number}")
+
+    policy = Plane(torch.bfloat16)
+
+    def told(*free: str) -> str:
+        rows = "".join(f"{n}, GPU-{n}, {mib}\n" for n, mib in enumerate(free))
+        driver.write_text(f"#!/bin/sh\nprintf '{rows}'\n")
+        driver.chmod(0o755)
+        return device_with_room(policy, recipe())
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(torch.cuda, "mem_get_info", asked)
+        assert told("0", "0", "1") == "cuda:2"
+        assert told("0", "0", "0") == "cpu", "it is what is free now"
+        refusing.setenv("CUDA_VISIBLE_DEVICES", "2,0,1")
+        assert told("0", "0", "1") == "cuda:0"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (1000 * (number == 1), 1 << 40))
+    assert told("0", "1", "[N/A]") == "cuda:1", "torch is asked what the driver does not tell"
+    assert told("1", "0") == "cuda:1"
 
 
 @pytest.mark.parametrize(

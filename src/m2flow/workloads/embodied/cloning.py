@@ -23,6 +23,7 @@ from m2flow.environments.spec import EnvironmentSpec
 from m2flow.errors import UserError
 from m2flow.models.policies.protocol import Observations, Policy
 from m2flow.models.work import trained_bytes
+from m2flow.plan.machine import free_gpu_memory
 from m2flow.plan.profile.hardware import USABLE_MEMORY
 from m2flow.plan.sizes import parse_bytes
 from m2flow.training.optimizer import NOT_TAKEN, AdamWConfig, NotFinite, SumOptimizer
@@ -46,8 +47,10 @@ def device_with_room(policy: Policy, recipe: EmbodiedRecipe) -> str:
     limit = math.inf
     if recipe.lane_memory is not None:
         limit = parse_bytes(recipe.lane_memory, "lane_memory")
-    for number in range(torch.cuda.device_count()):
-        free, _ = torch.cuda.mem_get_info(number)
+    count, told = torch.cuda.device_count(), free_gpu_memory()
+    for number in range(count):
+        # To ask torch makes a context on the accelerator, which stays as long as this process.
+        free = told[number] if len(told) == count else torch.cuda.mem_get_info(number)[0]
         if held <= min(USABLE_MEMORY * free, limit):
             return f"cuda:{number}"
     return "cpu"
