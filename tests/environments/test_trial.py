@@ -18,11 +18,13 @@ from m2flow.environments.demonstrations import played
 from m2flow.environments.environment import Array, as_picture
 from m2flow.environments.gymnasium import GymnasiumEnvironment
 from m2flow.environments.registry import maker
-from m2flow.environments.slots import RESET_ATTEMPTS
+from m2flow.environments.slots import RESET_ATTEMPTS, Slots
 from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec, image_spec
 from m2flow.environments.trial import made, try_out
 from m2flow.errors import UserError
+from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.config import PolicySection
+from m2flow.workloads.embodied.experiment import spec_of
 from m2flow.workloads.embodied.workers.source import PolicySource
 
 SPEC = EnvironmentSpec(
@@ -151,6 +153,31 @@ def test_one_that_works_is_tried_and_closed(make: type[Mine]) -> None:
     environment = tried(make)
     assert isinstance(environment, Mine)
     assert environment.closed
+
+
+class Stuck(Mine):
+    """Raises when it is closed."""
+
+    def close(self) -> None:
+        super().close()
+        raise OSError("cannot close")
+
+
+def test_what_is_raised_as_an_environment_is_closed_costs_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It cost the run: at its beginning, or after all of it was trained."""
+    environment = tried(Stuck)
+    assert isinstance(environment, Stuck)
+    assert environment.closed
+    assert "mine cannot be closed: OSError: cannot close (test_trial.py:" in caplog.text
+    slots = Slots(Stuck, 2)
+    slots.close()
+    assert all(one.closed for one in slots._environments)  # type: ignore[attr-defined]
+    for processes in (0, 1):
+        section = {"name": f"{__name__}:Stuck", "processes": processes}
+        keys = {"environment": section, "rollout": {"horizon": 2}}
+        assert spec_of(read_recipe({"workload": "embodied", **keys})) == SPEC
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ Legend: B slots concerned, K actions of a chunk, A figures of an action.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -30,6 +30,8 @@ RESET_ATTEMPTS = 3
 
 BREAKS = (Exception, SystemExit)
 """What costs an episode where a simulator raises it: its `exit()` does not end the run."""
+
+_log = logging.getLogger(__name__)
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -130,6 +132,17 @@ def check_observation(part: ObservationSpec, seen: Any) -> None:
         raise ValueError(f"observation {part.name!r} is {seen.dtype}, and its spec says uint8")
 
 
+def let_go(environment: Environment) -> None:
+    """Close an environment that is not needed any more; what that raises is said, and costs nothing.
+
+    It may be broken, and what has been done in it stands.
+    """
+    try:
+        environment.close()
+    except BREAKS as error:
+        _log.warning("%s cannot be closed: %s", environment.spec.name, what_raised(error))
+
+
 def stack_pictures(pictures: Sequence[Array | None]) -> Array:
     """One array [B, H, W, 3] of pictures of one size; black where there is none."""
     shapes = [picture.shape for picture in pictures if picture is not None]
@@ -201,7 +214,7 @@ class Slots:
     def close(self) -> None:
         """Let go of all simulators."""
         for environment in self._environments:
-            environment.close()
+            let_go(environment)
 
     def _contained(self, slot: int, do: Callable[[int], None]) -> None:
         """Do something with a slot's episode, if there is one; what it raises costs the episode."""
@@ -339,6 +352,5 @@ class Slots:
         self.new_failures.append(Failure(slot, cause, detail))
 
     def _build_anew(self, slot: int) -> None:
-        with suppress(*BREAKS):  # it may be broken
-            self._environments[slot].close()
+        let_go(self._environments[slot])
         self._environments[slot] = self._make()

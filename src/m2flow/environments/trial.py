@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from m2flow.environments.environment import Array, Environment, Transition
-from m2flow.environments.slots import BREAKS, RESET_ATTEMPTS, check_observation
+from m2flow.environments.slots import BREAKS, RESET_ATTEMPTS, check_observation, let_go
 from m2flow.environments.spec import ActionSpec, EnvironmentSpec
 from m2flow.errors import UserError
 from m2flow.user_code import what_raised
@@ -64,7 +64,7 @@ def try_out(environment: Environment, name: str, seconds: float) -> None:
     try:
         with _within(seconds):
             _take_first_step(environment, name)
-            environment.close()
+            let_go(environment)
     except UserError:
         raise
     except _TooLate as late:

@@ -19,6 +19,7 @@ from m2flow.algorithms.sampling import derive_seed
 from m2flow.environments.demonstrations import Expert, played, read_demonstrations
 from m2flow.environments.environment import Environment
 from m2flow.environments.registry import maker
+from m2flow.environments.slots import let_go
 from m2flow.environments.spec import EnvironmentSpec
 from m2flow.errors import UserError
 from m2flow.models.policies.protocol import Observations, Policy
@@ -90,7 +91,7 @@ def demonstrations(
         seeds = [derive_seed(recipe.seed, 6, number) for number in range(recipe.warmup.episodes)]
         expert = expert_of(recipe, environment)
         shown = played(environment, expert, seeds, recipe.rollout.horizon)
-        environment.close()
+        let_go(environment)
     action_TA, episode_T = shown.pop("action"), shown.pop("episode")
     at_T = np.arange(len(episode_T))
     ends = np.append(np.flatnonzero(np.diff(episode_T)), len(episode_T) - 1)

@@ -19,6 +19,7 @@ from m2flow.environments import Deadlines, rendering
 from m2flow.environments.demonstrations import read_demonstrations
 from m2flow.environments.hosting import hosted
 from m2flow.environments.registry import maker, variables_of
+from m2flow.environments.slots import let_go
 from m2flow.environments.spec import EnvironmentSpec
 from m2flow.environments.trial import made, try_out
 from m2flow.errors import RunFailed, UserError
@@ -317,7 +318,7 @@ def spec_of(recipe: EmbodiedRecipe) -> EnvironmentSpec:
     if not section.has_processes:
         try_out(environment, section.name, min(recipe.deadline_seconds, Deadlines().reset))
     else:
-        environment.close()
+        let_go(environment)
     return environment.spec
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from m2flow.environments.libero import CAMERAS, MAX_STEPS
 from m2flow.environments.metaworld import LONGEST
 from m2flow.environments.registry import is_light, maker, not_installed
+from m2flow.environments.slots import let_go
 from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec, image_spec
 from m2flow.environments.trial import made
 from m2flow.errors import UserError
@@ -65,7 +66,7 @@ def spec_before(section: EnvironmentSection) -> tuple[EnvironmentSpec, str]:
     name = section.name
     if is_light(name) and section.python is None and not_installed(name) is None:
         environment = made(name, maker(name, section.options))  # rewards do not change what is seen
-        environment.close()
+        let_go(environment)
         return environment.spec, ""
     family, _, task = name.partition(":")
     known, options = SHOWN[family], section.options
