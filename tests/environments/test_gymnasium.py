@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import numpy as np
@@ -217,9 +218,9 @@ def test_motion_is_three_pictures_some_observations_apart(motion, wanted):
         environment.step(np.zeros(1, np.float32))
     assert shades(environment) == [10, 10, 12], "one look at two steps"
     assert shades(environment) == [10, 10, 12], "looking again changes nothing"
-    for wrong in ({"motion": motion}, {"motion": -1, "pixels": 8}):
+    for wrong in ({"motion": motion}, *({"motion": no, "pixels": 8} for no in (-1, 1.5, "a"))):
         with pytest.raises(
-            UserError, match=r"environment.motion: is a number of observations between"
+            UserError, match=r"environment\.options\.motion: is a number of observations between"
         ):
             GymnasiumEnvironment.of_class("mine:Stripe", Stripe, **wrong)
 
@@ -342,3 +343,40 @@ def test_shrinking_takes_means():
     expected = picture.reshape(2, 4, 3, 4, 3).mean(axis=(1, 3)).round()
     np.testing.assert_array_equal(small, expected)
     assert shrink(picture, 16, 24).shape == (16, 24, 3)
+
+
+@pytest.mark.parametrize(
+    "empty", ["Box(-1, 1, (0,))", "Dict({})", "Dict({'a': Box(-1, 1, (0,))})", "Tuple(())"]
+)
+def test_observations_without_figures_are_refused_in_a_line(empty):
+    space = eval(empty, vars(spaces))
+
+    class Blind(gymnasium.Env):
+        observation_space = space
+        action_space = spaces.Discrete(2)
+
+    with pytest.raises(UserError, match="mine:Blind: its observations have no figures") as caught:
+        GymnasiumEnvironment.of_class("mine:Blind", Blind)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("told", "solved"),
+    [(True, True), (np.array([1]), True), (1.0, True), (math.nan, False), (None, False)],
+)
+def test_a_success_that_is_no_number_is_none(told, solved):
+    """An environment tells NaN where it does not know yet."""
+
+    class Telling(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(1, np.float32), {}
+
+        def step(self, action):
+            return np.zeros(1, np.float32), 0.0, True, False, {"is_success": told}
+
+    environment = GymnasiumEnvironment.of_class("mine:Telling", Telling)
+    environment.reset(0, None)
+    assert environment.step(np.zeros(1, np.float32)).success is solved

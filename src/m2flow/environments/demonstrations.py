@@ -120,7 +120,7 @@ def read_demonstrations(path: str, spec: EnvironmentSpec) -> dict[str, Array]:
         UserError: it is no such file, or does not fit the environment.
     """
     file_path = Path(path).expanduser()
-    if not zipfile.is_zipfile(file_path):
+    if "\0" in path or not zipfile.is_zipfile(file_path):
         raise UserError(
             "is no file of demonstrations", key=KEY, value=path, expected="an .npz file of NumPy"
         )

@@ -54,7 +54,7 @@ class GymnasiumEnvironment(Environment):
         if "id" in options:
             raise UserError(
                 "is what Gymnasium calls the environment's name",
-                key="environment.id",
+                key="environment.options.id",
                 hint="environment.name has it: gymnasium:ID",
             )
         package, _, own = task.rpartition(":")
@@ -89,17 +89,17 @@ class GymnasiumEnvironment(Environment):
         return sorted(gymnasium.registry)
 
     def _wrap(self, name: str, made: Any, pixels: int, motion: int) -> None:
-        if motion < 0 or (motion and not pixels):
+        if not isinstance(motion, int) or motion < 0 or (motion and not pixels):
             raise UserError(
                 "is a number of observations between pictures",
-                key="environment.motion",
+                key="environment.options.motion",
                 value=motion,
-                expected="at least 0, and environment.pixels above 0 where it is not 0",
+                expected="a whole number, and environment.options.pixels where it is not 0",
             )
         if not isinstance(pixels, int) or pixels < 0:
             raise UserError(
                 "is no size of a picture",
-                key="environment.pixels",
+                key="environment.options.pixels",
                 value=pixels,
                 expected="a whole number, 0 for none",
             )
@@ -144,7 +144,8 @@ class GymnasiumEnvironment(Environment):
             taken = np.clip(taken.astype(np.float64), space.low, space.high).astype(space.dtype)
         self._last, reward, terminated, truncated, info = self._made.step(taken)
         self._unseen, self.info = True, info
-        success = bool(info) and any(bool(info.get(key, False)) for key in SUCCESS_KEYS)
+        told = [info.get(key, False) for key in SUCCESS_KEYS] if info else []
+        success = any(bool(one) and bool(one == one) for one in told)  # NaN: it does not know yet
         return Transition(float(reward), bool(terminated), bool(truncated), success)
 
     def observe(self) -> Mapping[str, Array]:
@@ -253,6 +254,8 @@ def _parts(name: str, space: Any) -> tuple[ObservationSpec, ...]:
     keys = _figures(space)
     if keys:
         found.append(_state_spec(name, spaces.Dict({key: space[key] for key in keys})))
+    if not found:
+        raise _without_figures(name, space)
     return tuple(found)
 
 
@@ -260,6 +263,8 @@ def _state_spec(name: str, space: Any) -> ObservationSpec:
     from gymnasium import spaces
 
     try:
+        if not spaces.flatdim(space):
+            raise _without_figures(name, space)
         flat = spaces.flatten_space(space)
     except NotImplementedError:
         flat = None
@@ -270,6 +275,10 @@ def _state_spec(name: str, space: Any) -> ObservationSpec:
     return ObservationSpec(
         "state", flat.shape, "float32", float(flat.low.min()), float(flat.high.max())
     )
+
+
+def _without_figures(name: str, space: Any) -> UserError:
+    return UserError("its observations have no figures", key=name, value=space)
 
 
 def _observer(space: Any) -> Callable[[Any], dict[str, Array]]:

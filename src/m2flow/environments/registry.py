@@ -242,9 +242,9 @@ def _check_options(
         if key not in names and not takes_all:
             raise UserError(
                 f"{name} has no such option",
-                key=f"{KEY}.{key}",
+                key=f"{KEY}.options.{key}",
                 hint=suggestion(key, names) if names else "it takes none",
             )
     for key in names:
         if parameters[key].default is inspect.Parameter.empty and key not in options:
-            raise UserError(f"{name} needs this option", key=f"{KEY}.{key}")
+            raise UserError(f"{name} needs this option", key=f"{KEY}.options.{key}")

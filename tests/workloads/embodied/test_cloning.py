@@ -357,6 +357,8 @@ def test_demonstrations_come_from_one_place(tmp_path: Path) -> None:
             recipe(warmup=warmup)
     with pytest.raises(UserError, match=r"warmup\.data: is no file of demonstrations"):
         EmbodiedExperiment(recipe(warmup={"steps": 1, "data": str(tmp_path / "nowhere.npz")}))
+    with pytest.raises(UserError, match=r"warmup\.data: is no file of demonstrations"):
+        EmbodiedExperiment(recipe(warmup={"steps": 1, "data": "no\0name.npz"}))
 
 
 def test_a_policy_that_profiling_keeps_is_named_by_its_demonstrations() -> None:
