@@ -346,16 +346,23 @@ def test_shrinking_takes_means():
 
 
 @pytest.mark.parametrize(
-    "empty", ["Box(-1, 1, (0,))", "Dict({})", "Dict({'a': Box(-1, 1, (0,))})", "Tuple(())"]
+    ("given", "said"),
+    [
+        ("Box(-1, 1, (0,))", "have no figures"),
+        ("Dict({})", "have no figures"),
+        ("Dict({'a': Box(-1, 1, (0,))})", "have no figures"),
+        ("Tuple(())", "have no figures"),
+        ("Sequence(Discrete(3))", r"\(Sequence\) are no vector"),
+    ],
 )
-def test_observations_without_figures_are_refused_in_a_line(empty):
-    space = eval(empty, vars(spaces))
+def test_observations_without_figures_are_refused_in_a_line(given, said):
+    space = eval(given, vars(spaces))
 
     class Blind(gymnasium.Env):
         observation_space = space
         action_space = spaces.Discrete(2)
 
-    with pytest.raises(UserError, match="mine:Blind: its observations have no figures") as caught:
+    with pytest.raises(UserError, match=f"mine:Blind: its observations {said}") as caught:
         GymnasiumEnvironment.of_class("mine:Blind", Blind)
     assert "\n" not in str(caught.value)
 

@@ -69,7 +69,9 @@ def test_options_may_have_any_name(processes):
         host.close()
     with pytest.raises(UserError, match=r"environment\.options\.task: .*needs this option"):
         maker("toy_environments:Reserved", {"name": "mine", "num_envs": 7})
-    with pytest.raises(UserError, match=r"environment\.options\.task: table:reach has no such option"):
+    with pytest.raises(
+        UserError, match=r"environment\.options\.task: table:reach has no such option"
+    ):
         maker("table:reach", {"task": "push"})
 
 

@@ -263,7 +263,7 @@ def _state_spec(name: str, space: Any) -> ObservationSpec:
     from gymnasium import spaces
 
     try:
-        if not spaces.flatdim(space):
+        if space.is_np_flattenable and not spaces.flatdim(space):
             raise _without_figures(name, space)
         flat = spaces.flatten_space(space)
     except NotImplementedError:

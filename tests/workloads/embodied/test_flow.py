@@ -238,6 +238,15 @@ def test_where_every_episode_fails_there_are_no_figures_of_them() -> None:
     assert len(experiment.alarms(result)) == 1
 
 
+@pytest.mark.parametrize(
+    "key", ["rollouts_per_step", "rollout.horizon", "update.turns_per_microbatch", "max_staleness"]
+)
+def test_a_number_that_no_tensor_can_hold_is_refused(key: str) -> None:
+    """It ended in torch's own words, with a list of its frames."""
+    with pytest.raises(UserError, match=rf"^{key}: is wrong .*expected.*2\*\*63"):
+        read_recipe(SMALL, {key: 10**30})
+
+
 def test_a_policy_that_stands_still_in_the_whole_run_is_said() -> None:
     output = {"episodes": [[1]], "failed": torch.tensor([0]), "steps_taken": [3]}
     result: Any = SimpleNamespace(output=output)

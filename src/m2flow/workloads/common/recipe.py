@@ -17,10 +17,17 @@ from m2flow.engine.plan import LONGEST_DEADLINE
 from m2flow.errors import UserError
 from m2flow.observe.yaml_text import plain
 
+
+def _fits_a_tensor(value: int) -> int:
+    if value >= 2**63:
+        raise ValueError("a number below 2**63")
+    return value
+
+
 # Strict: a truth value is no number, and a number that came as text is a mistake in the YAML.
 Flag = Annotated[bool, Field(strict=True)]
-Count = Annotated[int, Field(ge=1, strict=True)]
-Natural = Annotated[int, Field(ge=0, strict=True)]
+Count = Annotated[int, Field(ge=1, strict=True), AfterValidator(_fits_a_tensor)]
+Natural = Annotated[int, Field(ge=0, strict=True), AfterValidator(_fits_a_tensor)]
 NonNegative = Annotated[float, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0, strict=True)]
 Deadline = Annotated[float, Field(gt=0, le=LONGEST_DEADLINE, strict=True)]
