@@ -133,7 +133,7 @@ def check_observation(part: ObservationSpec, seen: Any) -> None:
 
 
 def let_go(environment: Environment) -> None:
-    """Close an environment that is not needed any more; what that raises is said, and costs nothing.
+    """Close an environment that is needed no more; what that raises is said, and costs nothing.
 
     It may be broken, and what has been done in it stands.
     """
