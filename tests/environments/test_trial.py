@@ -232,10 +232,13 @@ def test_one_that_hangs_is_refused_after_its_deadline() -> None:
     ("options", "said"),
     [
         ({"foo": 1}, "cannot be made: TypeError: .*'foo'"),
-        ({"id": "Pendulum-v1"}, r"environment\.id: is what Gymnasium calls the environment's name"),
+        (
+            {"id": "Pendulum-v1"},
+            r"environment\.options\.id: is what Gymnasium calls the environment's name",
+        ),
         ({"task": "push"}, "cannot be made: TypeError: .*'task'"),
-        ({"pixels": "big"}, r"environment\.pixels: is no size of a picture \(got 'big'\)"),
-        ({"pixels": -5}, r"environment\.pixels: is no size of a picture \(got -5\)"),
+        ({"pixels": "big"}, r"environment\.options\.pixels: is no size of a picture \(got 'big'\)"),
+        ({"pixels": -5}, r"environment\.options\.pixels: is no size of a picture \(got -5\)"),
         ({"max_episode_steps": 0}, "cannot be made: "),
     ],
 )
