@@ -8,6 +8,7 @@ from statistics import fmean
 
 import pytest
 
+from m2flow.flow.worker import Layout
 from m2flow.plan.choose import choose
 from m2flow.plan.choose.draft import to_plan
 from m2flow.plan.choose.folding import fold_of, folded
@@ -42,6 +43,26 @@ def test_a_choice_on_many_lanes_is_a_plan_for_all_of_them() -> None:
     assert prediction.idle.keys() == {lane.id for lane in lanes}
     total = prediction.seconds * len(lanes)
     assert sum(prediction.terms.values()) == pytest.approx(total, rel=1e-6)
+
+
+def test_a_mode_that_does_not_fold_is_judged_on_all_lanes() -> None:
+    """Nine replicas of four lanes are no two equal parts: the mode was refused, for 18 lanes."""
+    profile, shards = waiting(), Layout("fsdp4", 4)
+    train = profile.stage("learner.train")
+    divided = replace(train, costs=(replace(train.costs[0], lanes=4, layout="fsdp4"),))
+    profile = replace(profile, stages={**profile.stages, "learner.train": divided})
+    lanes = lanes_of({"cpu": 36})
+    found = choose(GRPO, profile, lanes, 128, layouts={"learner": shards}, effort=20)
+    assert found.fold == 2
+    every = {one.plan.mode: one for one in (found.chosen, *found.others)}
+    collocated = every["collocated"]
+    assert "collocated" not in found.ruled_out
+    assert len(collocated.plan.placements["learner"].replicas) == 9
+    assert collocated.plan.lanes == lanes
+    simulated = simulate(GRPO, collocated.plan, profile, 128, steps=1)
+    assert collocated.prediction.seconds == pytest.approx(simulated.seconds, rel=0.1)
+    assert collocated.prediction.idle.keys() == {lane.id for lane in lanes}
+    assert collocated.part is None
 
 
 def test_lanes_are_drawn_as_busy_as_they_are_predicted() -> None:

@@ -131,7 +131,8 @@ class _Choice:
     def candidates(self, staleness: int, effort: int) -> Iterator[Candidate]:
         """The best plans for a staleness, and those of the fixed modes."""
         fixed, descent = list(self._fixed(staleness)), self._descent
-        known = [x for _, plan, _ in fixed if (x := draft_of(self.small, plan)) is not None]
+        parts = [part for _, part, _ in fixed if part is not None]
+        known = [x for part in parts if (x := draft_of(self.small, part)) is not None]
         known += [x for draft in known if (x := in_groups(self.small, draft)) is not None]
         known += [replace(x, staleness=staleness) for x in descent.best(FINALISTS, staleness - 1)]
         if len(self.small.lanes) <= FEW_LANES:  # one more lane shall not lead to less
@@ -144,40 +145,56 @@ class _Choice:
             (AUTO, to_plan(self.small, draft), to_plan(self.problem, draft.times(self.fold)))
             for draft in descent.best(FINALISTS, staleness)
         )
-        plans = [(name, isolate(x, self.isolated), whole) for name, x, whole in (*fixed, *free)]
-        judged = [self.judge.candidate(small, name) for name, small, _ in plans]
+        plans = [*fixed, *free]
+        judged = [self._judged(name, part, whole) for name, part, whole in plans]
         least = min((one.prediction.seconds for one in judged if one is not None), default=0.0)
-        for (name, small, whole), found in zip(plans, judged, strict=True):
+        for (name, part, whole), found in zip(plans, judged, strict=True):
             near = found is not None and found.prediction.seconds <= least * (1 + NEAR)
             if near and each <= MANY_EVENTS:
-                found = self.judge.candidate(small, name, STEPS)
+                found = self._judged(name, part, whole, STEPS)
             if found is not None:
                 plan = isolate(replace(whole, lanes=self.lanes), self.isolated)
-                told = unfolded(found.prediction, self.problem, self.small, plan, self.fold)
+                told = found.prediction
+                if part is not None:
+                    told = unfolded(told, self.problem, self.small, plan, self.fold)
                 plan = replace(plan, predicted_seconds=float(told.seconds))
-                yield Candidate(plan, told, found.plan)
+                yield Candidate(plan, told, None if part is None else found.plan)
 
-    def _fixed(self, staleness: int) -> Iterator[tuple[str, Plan, Plan]]:
+    def _judged(
+        self, name: str, part: Plan | None, whole: Plan, steps: int = 1
+    ) -> Candidate | None:
+        """The plan on a part of the lanes with its prediction, or where there is none the whole."""
+        judge, plan = (self.whole, whole) if part is None else (self.judge, part)
+        return judge.candidate(isolate(plan, self.isolated), name, steps)
+
+    def _fixed(self, staleness: int) -> Iterator[tuple[str, Plan | None, Plan]]:
         """The fixed modes that fit, with their plans on the part of the lanes and on all lanes."""
         for mode in MODES:
+            built = partial(self._built, mode, staleness)
             try:
-                whole, small = first_that_divides(
-                    partial(self._built, mode, staleness), self.layouts
-                )
+                part, whole = first_that_divides(built, self.layouts)
             except UserError as error:
                 self.judge.ruled_out.setdefault(mode, f"{error}")
                 continue
-            yield mode, small, whole
+            yield mode, part, whole
 
-    def _built(self, mode: str, staleness: int, layouts: Mapping[str, Layout]) -> list[Plan]:
-        """The plans of a mode on all lanes and on the part of them, in the same layouts."""
-        plans = []
-        for problem in (self.problem, self.small):
+    def _built(
+        self, mode: str, staleness: int, layouts: Mapping[str, Layout]
+    ) -> tuple[Plan | None, Plan]:
+        """The plans of a mode on the part of the lanes and on all of them, in the same layouts;
+        None where these divide all lanes alone."""
+
+        def on(problem: PlanningProblem) -> Plan:
             graph, items = problem.graph, problem.num_items
             plan = build_plan(mode, graph, problem.lanes, items, layouts=layouts)
             plan = sized(plan, graph, problem.profile, items)
-            plans.append(replace(plan, max_staleness=staleness))
-        return plans
+            return replace(plan, max_staleness=staleness)
+
+        whole = on(self.problem)
+        try:
+            return on(self.small), whole
+        except UserError:
+            return None, whole
 
 
 def _best(ranked: Sequence[Candidate]) -> Candidate:
