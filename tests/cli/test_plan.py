@@ -283,6 +283,7 @@ def test_modes_on_two_kinds_of_lanes_take_layouts_that_fit_both(m2flow: M2flow) 
     ("recipe", "cluster", "mode", "layouts"),
     [
         ("gsm8k", "1x7xH100", "collocated", {"learner": "fsdp7", "generator": "one"}),
+        ("qwen2.5-7b-grpo-math", "9x4xH100", "collocated", {"learner": "fsdp4"}),
         ("gsm8k", "2x6xH100", "disaggregated", {"learner": "tp2", "generator": "one"}),
         ("gsm8k", "1x7xH100", "hybrid", {"learner": "fsdp7", "generator": "one"}),
         ("qwen2.5-7b-ppo-math", "1x3xH200", "collocated", {"critic": "fsdp3", "learner": "fsdp3"}),
@@ -303,7 +304,13 @@ def test_a_mode_takes_layouts_that_divide_its_lanes(
 @pytest.mark.parametrize(
     ("cluster", "error"),
     [
-        ("1x7xH100", "no layout of learner that has a price divides the lanes it has in this mode"),
+        (
+            "1x7xH100",
+            (
+                "learner: the worker's 3 lanes cannot be divided into replicas of 4 lanes, and "
+                "layouts of 2 or 4 or 7 lanes alone have a price"
+            ),
+        ),
         ("1x8xH100+1x4xL40S", "a plan of this mode does not keep the limits of these lanes"),
     ],
 )

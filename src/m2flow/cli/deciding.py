@@ -290,13 +290,15 @@ class Planning:
         num_items = self.recipe.items_per_step
         build = partial(build_plan, mode, self.graph, lanes, num_items, self.isolated)
         why = "a plan of this mode does not keep the limits of these lanes"
+        options = self._layouts(decision.profile, lanes)
         try:
-            first_that_divides(build, self._layouts(decision.profile, lanes))
+            first_that_divides(build, options)
         except UserError as error:
             worker = (error.key or "").removeprefix("layouts.")
             if worker not in self.graph.workers or worker in self.layouts:
                 raise  # the mode, or a layout that was named, does not fit the lanes
-            why = f"no layout of {worker} that has a price divides the lanes it has in this mode"
+            sizes = " or ".join(str(n) for n in sorted({one.lanes for one in options[worker]}))
+            why = f"{worker}: {error.message}, and layouts of {sizes} lanes alone have a price"
         raise UserError(
             why,
             key="--mode",
