@@ -15,6 +15,7 @@ from transformers import (
     GPT2Config,
     GraniteConfig,
     Olmo2Config,
+    OPTConfig,
     PhimoeConfig,
 )
 
@@ -40,9 +41,14 @@ OTHERS = {
     "gpt2": lambda: GPT2Config(**_ENDS, n_embd=32, n_layer=2, n_head=4, n_positions=64),
     "granite": lambda: GraniteConfig(**_SIZES),
     "olmo2": lambda: Olmo2Config(**_SIZES),
+    "opt": lambda: OPTConfig(
+        **_ENDS, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64, do_layer_norm_before=False,
+    ),
     "phimoe": lambda: PhimoeConfig(**_SIZES, num_local_experts=4),
-}
-"""Architectures of which transformers has no class that classifies tokens, or one of its own."""
+}  # fmt: skip
+"""Architectures of which transformers has no class that classifies tokens, or one of its own; OPT
+as in opt-350m, whose body gives less than the width of its layers."""
 
 
 @pytest.fixture

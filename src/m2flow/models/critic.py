@@ -30,6 +30,16 @@ CLASS = "ForTokenClassification"
 """How the class of a critic ends, in `architectures` of its `config.json`."""
 
 
+class _WithHead(GenericForTokenClassification):
+    """A body and a head that is as wide as what the body gives: OPT may project that."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        width = getattr(config, "word_embed_proj_dim", self.score.in_features)
+        if width != self.score.in_features:
+            self.score = nn.Linear(width, self.score.out_features)
+
+
 def load_critic(
     path: str | Path, dtype: torch.dtype = torch.float32, *, own_memory: bool = True
 ) -> PreTrainedModel:
@@ -85,7 +95,7 @@ def _add_class(kind: Any) -> None:
     family = next(base for base in policy.__mro__[1:] if issubclass(base, PreTrainedModel))
     made = type(
         policy.__name__.removesuffix("ForCausalLM") + CLASS,
-        (GenericForTokenClassification, family),
+        (_WithHead, family),
         {
             "__module__": policy.__module__,
             "base_model_prefix": policy.base_model_prefix,
