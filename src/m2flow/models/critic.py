@@ -33,6 +33,8 @@ CLASS = "ForTokenClassification"
 class _WithHead(GenericForTokenClassification):
     """A body and a head that is as wide as what the body gives: OPT may project that."""
 
+    score: nn.Linear
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         width = getattr(config, "word_embed_proj_dim", self.score.in_features)
