@@ -7,7 +7,7 @@ takes beside it. So their sums are the plan's `state_bytes` and `working_bytes`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from m2flow.engine.plan import LaneSpec, Plan, StagePlan
@@ -64,6 +64,8 @@ class LaneAccount:
         holdings: of the workers that stand there.
         at_once: bytes of what a single command needs together, at most, and who needs them.
         neighbours: lanes of the same machine that hold the same, this one included.
+        published: by worker, bytes of a version of its weights that these lanes have in the host
+            memory of a machine, for lanes that take it over.
     """
 
     lanes: tuple[int, ...]
@@ -72,6 +74,7 @@ class LaneAccount:
     holdings: tuple[Holding, ...]
     at_once: tuple[float, str]
     neighbours: int
+    published: Mapping[str, float]
 
     @property
     def most_bytes(self) -> float:
@@ -86,13 +89,14 @@ class LaneAccount:
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of a machine's host memory that these lanes take: what workers hold there, and room
-        for all states of accelerators with a limit. (States of lanes of cores go to a disk.)"""
+        """Bytes of a machine's host memory that these lanes take: what workers hold there, weights
+        that are published, and room for all states of accelerators with a limit. (States of lanes
+        of cores go to a disk.)"""
         away = sum(one.away_bytes for one in self.holdings)
         if self.limit is None or self.kind == "cpu":
             away = 0.0
         hosted = sum(size for one in self.holdings for size in one.hosted.values())
-        return self.neighbours * (away + hosted)
+        return self.neighbours * (away + hosted) + sum(self.published.values())
 
 
 def accounts(
@@ -123,7 +127,39 @@ def accounts(
             most = max(needed, key=lambda need: need.num_bytes)
             at_once = most.num_bytes, " and ".join(most.workers)
             neighbours = max(Counter(lane.node for lane in lanes).values())
-            found.append(LaneAccount(numbers, kind, limit, holdings, at_once, neighbours))
+            published = _published(lanes, plan, graph, works)
+            found.append(
+                LaneAccount(numbers, kind, limit, holdings, at_once, neighbours, published)
+            )
+    return found
+
+
+def _published(
+    lanes: Sequence[LaneSpec], plan: Plan, graph: FlowGraph, works: Mapping[str, FlowWork]
+) -> dict[str, float]:
+    """What lanes have of published weights on the machine where it is most, by who publishes.
+
+    The source's first replica lays out a version, each lane its part of it, for all lanes but those
+    where the source stands whole. What other machines take of it is brought to each of them once.
+    """
+    kind_of, found = {lane.id: lane.kind for lane in plan.lanes}, dict[str, float]()
+    mine, there = {lane.id for lane in lanes}, dict[int, set[int]]()
+    for lane in plan.lanes:
+        there.setdefault(lane.node, set()).add(lane.id)
+    for edge in graph.weight_edges:
+        source, target = plan.placements[edge.source], plan.placements[edge.target]
+        first = source.replicas[0]
+        takers = set(target.lanes) - (set(source.lanes) if len(first) == 1 else set())
+        if not takers:
+            continue
+        workers = works[kind_of[target.lanes[0]]].workers
+        size = workers.get(edge.target, WorkerWork(())).weight_bytes
+        for here in (there[node] for node in {lane.node for lane in lanes}):
+            parts = len(here & mine & set(first))
+            if here & mine & takers:
+                parts += len(set(first) - here)
+            if held := size * parts / len(first):
+                found[edge.source] = max(found.get(edge.source, 0.0), held)
     return found
 
 
@@ -203,6 +239,8 @@ def _rows(account: LaneAccount) -> Iterator[tuple[str, float, str]]:
             yield f"  {what}", size, f"while {one.stage} runs"
         for what, size in one.hosted.items():
             yield f"  {what}", size, "in host memory, not counted here"
+    for source, size in account.published.items():
+        yield f"weights that {source} publishes", size, "in host memory once, not counted here"
     turns = "more than the limit: states make way for each other" if account.takes_turns else ""
     yield "all states and the largest call", account.most_bytes, turns
     needed, who = account.at_once

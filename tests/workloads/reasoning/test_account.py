@@ -75,7 +75,9 @@ def test_a_7b_model_on_eight_lanes_of_80_gb() -> None:
     assert account.takes_turns, "15.2 + 17.1 GB of states, 42.4 GB of a call: more than 72"
     assert account.at_once[0] == pytest.approx(57.6e9, rel=1e-3)
     assert account.at_once[1] == "generator"
-    assert account.host_bytes == pytest.approx(8 * 18 * PARAMETERS / 8 + 8 * 2 * PARAMETERS)
+    published = 2 * PARAMETERS  # a version, which the lanes lay out for each other
+    states = 8 * 18 * PARAMETERS / 8 + 8 * 2 * PARAMETERS
+    assert account.host_bytes == pytest.approx(states + published)
     for one in account.holdings:
         spot = plan.placements[one.worker]
         assert spot.state_bytes == pytest.approx(one.state_bytes, abs=1), "what plans count with"
@@ -98,8 +100,9 @@ def test_an_optimizer_on_the_host_is_counted_there() -> None:
         "gradients": 4 * PARAMETERS / 8,  # a copy of what adds up on the lane
         "moments": 8 * PARAMETERS / 8,
     }
-    # Beside them room for what is on the lanes, the learner's and eight whole generators'.
-    assert account.host_bytes == pytest.approx((16 + 6 + 16) * PARAMETERS)
+    # Beside them room for what is on the lanes, the learner's and eight whole generators', and a
+    # version of the weights.
+    assert account.host_bytes == pytest.approx((16 + 6 + 16 + 2) * PARAMETERS)
 
 
 def test_moments_of_8_bits_and_weights_without_copies_are_counted_as_they_are() -> None:
@@ -141,6 +144,20 @@ def test_lanes_that_hold_something_else_have_an_account_of_their_own() -> None:
     assert sum(found[1].holdings[0].state.values()) == pytest.approx(18 * PARAMETERS / 4)
 
 
+def test_a_version_of_published_weights_is_in_host_memory_once_on_a_machine() -> None:
+    """Laid out by the lanes that publish, and brought to a machine of others once; not counted."""
+    version = {"learner": pytest.approx(2 * PARAMETERS)}
+    _, (generators, learners) = account_of(learner=Layout("fsdp4", 4), mode="disaggregated")
+    assert (dict(generators.published), learners.published) == ({}, version)
+    two = account_of(cluster="2x8xH100", mode="disaggregated")[1]
+    assert [one.published for one in two] == [version, version]
+    assert two[0].host_bytes == pytest.approx((8 * 2 + 2) * PARAMETERS)
+    (over,) = account_of(cluster="2x8xH100", learner=Layout("fsdp16", 16))[1]
+    assert over.published == version, "half of it laid out on each machine, the other half brought"
+    (own,) = account_of("model.lora_rank=16", learner=ONE_LANE)[1]
+    assert own.published == {}, "each lane takes the tensors of its own learner"
+
+
 def test_numbers_of_four_bytes_on_cores() -> None:
     """A run on cores computes in single precision: no further copy of the weights."""
     recipe = read_recipe("qwen2.5-7b-grpo-math", ["lanes=cpu:1", "mode=collocated"])
@@ -163,7 +180,8 @@ def test_the_account_in_lines() -> None:
         "moments 7.62 GB",
         f"all states and the largest call 74.7 GB {TURNS}",
         "needed at once at most 57.6 GB for generator (80% of the limit)",
-        "host memory of a machine 259 GB",
+        "weights that learner publishes 15.2 GB in host memory once, not counted here",
+        "host memory of a machine 274 GB",
     ):
         assert row in told, lines
     assert len({line.index("GB") for line in lines[1:] if "GB" in line}) == 1, "one column"
