@@ -116,6 +116,7 @@ def generating(model: ModelShape, layout: Layout, limits: tuple[int, ...]) -> La
         admit=lambda n: prefill(model, n * 100, 50, layout.lanes),
         round=lambda n, tokens: decoding(model, n, tokens, layout.lanes),
         start=100,
+        longest=100 + LENGTHS.largest,
         unit_bytes=model.kv_bytes_on_lane(layout.lanes),
         limits=limits,
     )

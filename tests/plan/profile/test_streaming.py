@@ -63,6 +63,7 @@ def test_no_more_outputs_are_at_work_than_a_reserved_cache_holds(
             admit=lambda _groups: Work(),
             round=lambda running, held: Work(seconds=price(running, held)),
             start=10.0,
+            longest=110.0,
             unit_bytes=1.0,
             limits=(16, 64),
             reserved_bytes=1e9,

@@ -37,6 +37,7 @@ from m2flow.plan.profile.work import (
     FlowWork,
     LayoutWork,
     Pricer,
+    Rounds,
     StageWork,
     WorkerWork,
     curve,
@@ -121,9 +122,7 @@ class _Kind:
             if one.rounds is None or work.lengths is None:
                 yield cost
             else:
-                room, reserved = self._room(node, one), one.rounds.reserved_bytes
-                if reserved is not None:
-                    room = reserved if one.rounds.in_state else min(room, reserved)
+                room = self._unit_room(node, one, one.rounds)
                 yield from limited(
                     cost, one.rounds, work.lengths, node.expands, most, self.device, room
                 )
@@ -137,12 +136,20 @@ class _Kind:
             if obstacle is not None:
                 self.notices.append(f"{node.worker} cannot have {one.layout.name}: {obstacle}")
             elif one.layout.lanes <= self.lanes and one.layout.name not in found:
-                needed, rounds = 0.0, one.rounds
-                if rounds is not None and not rounds.in_state and work.lengths is not None:
-                    needed = rounds.unit_bytes * (rounds.start + work.lengths.largest)
-                if self._room(node, one) >= needed:
+                fits, rounds = self._room(node, one) >= 0.0, one.rounds
+                if fits and rounds is not None:
+                    room = self._unit_room(node, one, rounds)
+                    fits = room >= rounds.unit_bytes * rounds.longest
+                if fits:
                     found[one.layout.name] = one
         return list(found.values())
+
+    def _unit_room(self, node: StageNode, one: LayoutWork, rounds: Rounds) -> float:
+        """Return the bytes of each lane that units of output items may take."""
+        room, reserved = self._room(node, one), rounds.reserved_bytes
+        if reserved is None:
+            return room
+        return reserved if rounds.in_state else min(room, reserved)
 
     def _room(self, node: StageNode, one: LayoutWork) -> float:
         """Return the bytes of each lane that the state and the smallest call leave."""

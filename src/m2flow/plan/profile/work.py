@@ -112,6 +112,7 @@ class Rounds:
         admit: work of taking in so many items that come together.
         round: work of a round, by the output items at work and the units that they hold together.
         start: units that each output item holds when it begins, such as its prompt's tokens.
+        longest: units that an output item holds at last, at most: a lane has room for them.
         unit_bytes: memory of each lane that a unit holds.
         what: units hold it for.
         reserved_bytes: memory of each lane that is taken for units at once, however many there are,
@@ -125,6 +126,7 @@ class Rounds:
     admit: Callable[[int], Work]
     round: Callable[[float, float], Work]
     start: float
+    longest: float
     unit_bytes: float
     limits: tuple[int, ...]
     what: str = "items at work"

@@ -530,6 +530,7 @@ class RecipeWork:
             admit=admit,
             round=lambda running, tokens: self.decoding(running, tokens, lanes),
             start=prompt + there,
+            longest=self.answers.longest,
             unit_bytes=self.token_bytes(lanes),
             limits=(*(limit for limit in RUNNING if limit < own), own),
             what=KEYS_AND_VALUES,
