@@ -30,7 +30,7 @@ CLASS = "ForTokenClassification"
 """How the class of a critic ends, in `architectures` of its `config.json`."""
 
 
-class _WithHead(GenericForTokenClassification):
+class _TokenClassifier(GenericForTokenClassification):
     """A body and a head that is as wide as what the body gives: OPT may project that."""
 
     score: nn.Linear
@@ -97,7 +97,7 @@ def _add_class(kind: Any) -> None:
     family = next(base for base in policy.__mro__[1:] if issubclass(base, PreTrainedModel))
     made = type(
         policy.__name__.removesuffix("ForCausalLM") + CLASS,
-        (_WithHead, family),
+        (_TokenClassifier, family),
         {
             "__module__": policy.__module__,
             "base_model_prefix": policy.base_model_prefix,
