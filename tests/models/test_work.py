@@ -66,6 +66,20 @@ def test_decoding_is_bound_by_memory_and_prefill_by_arithmetic() -> None:
     assert decode(H200) < decode(H100) < decode(L40S)
 
 
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_numbers_of_four_bytes_are_computed_in_single_precision(device: Device) -> None:
+    def passing(number_bytes: int) -> float:
+        flops = replace(device, memory_bytes_per_second=1e30, peer_bytes_per_second=1e30)
+        counted = Answers(2048, fit_lengths(1000, 4000))
+        return forward_pass(QWEN, counted, 64, WHOLE, MICROBATCH, number_bytes=number_bytes).on(
+            flops
+        )
+
+    assert passing(4) / passing(2) == pytest.approx(
+        device.flops_per_second / device.single_flops_per_second, rel=0.05
+    )
+
+
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(st.integers(1, 512), st.integers(0, 30_000), st.sampled_from([1, 2, 4]))
 def test_a_decoding_step_never_gets_cheaper_by_more_work(

@@ -204,11 +204,12 @@ def ring_bytes(num_bytes: float, lanes: int) -> float:
 
 def of_numbers(work: Work, number_bytes: int) -> Work:
     """Return work that is priced with numbers of 16 bits with numbers of so many bytes: all that
-    is read and sent."""
+    is read and sent, and in which precision it is computed."""
     if number_bytes == WEIGHT_BYTES:
         return work
     return replace(
         work,
+        single=number_bytes > WEIGHT_BYTES,
         read_bytes=work.read_bytes * number_bytes / WEIGHT_BYTES,
         sent_bytes=work.sent_bytes * number_bytes / WEIGHT_BYTES,
         then=tuple(of_numbers(part, number_bytes) for part in work.then),

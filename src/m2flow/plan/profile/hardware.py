@@ -1,6 +1,7 @@
 """Devices and the wires between them: what data sheets promise, and the share that is attained.
 
-Peak figures are the vendors' own, for dense bfloat16 and one direction of a wire. The shares of a
+Peak figures are the vendors' own, for dense bfloat16, for single precision without tensor cores
+(torch's default for float32), and for one direction of a wire. The shares of a
 wire's peak that programs attain have their sources; shares of arithmetic and of memory bandwidth
 belong to the work (`m2flow.plan.profile.work`). This module knows no model and no plan.
 """
@@ -48,6 +49,7 @@ class Device:
         name: as cluster strings have it.
         kind: `gpu` or `cpu`, as lanes have it.
         flops_per_second: peak, dense bfloat16 (single precision on a core).
+        single_flops_per_second: peak in single precision.
         memory_bytes: its own memory; of a core, its share of the machine's.
         memory_bytes_per_second: peak bandwidth of that memory.
         peer_bytes_per_second: to another device of the machine, one direction.
@@ -59,6 +61,7 @@ class Device:
     name: str
     kind: str
     flops_per_second: float
+    single_flops_per_second: float
     memory_bytes: int
     memory_bytes_per_second: float
     peer_bytes_per_second: float
@@ -108,39 +111,48 @@ accelerator, DGX H100, H200 and B200 an NDR one (NVIDIA's DGX data sheets)."""
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        # NVIDIA A100 Tensor Core GPU data sheet (SXM): 312 TFLOPS, 1,555 / 2,039 GB/s, NVLink 600
-        # GB/s both ways, PCIe 4.0.
+        # NVIDIA A100 Tensor Core GPU data sheet (SXM): 312 and 19.5 TFLOPS, 1,555 / 2,039 GB/s,
+        # NVLink 600 GB/s both ways, PCIe 4.0.
         Device(
-            "A100-40GB", "gpu", 312 * TERA, 40 * GB, 1555.0 * GB, NVLINK_3, PCIE_4, HDR
+            "A100-40GB", "gpu", 312 * TERA, 19.5 * TERA, 40 * GB, 1555.0 * GB, NVLINK_3, PCIE_4, HDR
         ),
         Device(
-            "A100-80GB", "gpu", 312 * TERA, 80 * GB, 2039.0 * GB, NVLINK_3, PCIE_4, HDR
+            "A100-80GB", "gpu", 312 * TERA, 19.5 * TERA, 80 * GB, 2039.0 * GB, NVLINK_3, PCIE_4, HDR
         ),
-        # NVIDIA H100 Tensor Core GPU data sheet (SXM): 1,979 TFLOPS with sparsity, 3.35 TB/s,
-        # NVLink 900 GB/s both ways, PCIe 5.0.
-        Device("H100", "gpu", 989.5 * TERA, 80 * GB, 3350.0 * GB, NVLINK_4, PCIE_5, NDR),
+        # NVIDIA H100 Tensor Core GPU data sheet (SXM): 1,979 TFLOPS with sparsity and 67, 3.35
+        # TB/s, NVLink 900 GB/s both ways, PCIe 5.0.
+        Device("H100", "gpu", 989.5 * TERA, 67 * TERA, 80 * GB, 3350.0 * GB, NVLINK_4, PCIE_5, NDR),
         # NVIDIA H200 data sheet (SXM): as the H100, 141 GB at 4.8 TB/s.
-        Device("H200", "gpu", 989.5 * TERA, 141 * GB, 4800.0 * GB, NVLINK_4, PCIE_5, NDR),
-        # Lenovo ThinkSystem H800 product guide: as the H100, NVLink 400 GB/s both ways.
-        Device("H800", "gpu", 989.5 * TERA, 80 * GB, 3350.0 * GB, NVLINK_H800, PCIE_5, NDR),
-        # NVIDIA H20 figures as vendors of servers print them: 148 TFLOPS, 96 GB at 4.0 TB/s,
-        # NVLink 900 GB/s both ways.
-        Device("H20", "gpu", 148 * TERA, 96 * GB, 4000.0 * GB, NVLINK_4, PCIE_5, NDR),
-        # NVIDIA DGX B200 data sheet, an eighth of it: 1,440 GB at 64 TB/s, NVLink 14.4 TB/s both
-        # ways; HGX B200: 36 PFLOPS with sparsity for eight.
-        Device("B200", "gpu", 2250 * TERA, 180 * GB, 8000.0 * GB, NVLINK_5, PCIE_5, NDR),
-        # NVIDIA L40S data sheet: 362 TFLOPS, 48 GB at 864 GB/s, PCIe 4.0, no NVLink. Servers of it
-        # usually have Ethernet.
-        Device("L40S", "gpu", 362 * TERA, 48 * GB, 864.0 * GB, PCIE_4, PCIE_4, ETHERNET_100),
-        # NVIDIA Ada GPU architecture white paper, table 2: 165.2 TFLOPS in bfloat16 with
-        # float32 sums, 24 GB at 1,008 GB/s, PCIe 4.0.
         Device(
-            "RTX-4090", "gpu", 165.2 * TERA, 24 * GB, 1008.0 * GB, PCIE_4, PCIE_4, ETHERNET_100
+            "H200", "gpu", 989.5 * TERA, 67 * TERA, 141 * GB, 4800.0 * GB, NVLINK_4, PCIE_5, NDR
+        ),
+        # Lenovo ThinkSystem H800 product guide: as the H100, NVLink 400 GB/s both ways.
+        Device(
+            "H800", "gpu", 989.5 * TERA, 67 * TERA, 80 * GB, 3350.0 * GB, NVLINK_H800, PCIE_5, NDR
+        ),
+        # NVIDIA H20 figures as vendors of servers print them: 148 and 44 TFLOPS, 96 GB at 4.0 TB/s,
+        # NVLink 900 GB/s both ways.
+        Device("H20", "gpu", 148 * TERA, 44 * TERA, 96 * GB, 4000.0 * GB, NVLINK_4, PCIE_5, NDR),
+        # NVIDIA DGX B200 data sheet, an eighth of it: 1,440 GB at 64 TB/s, NVLink 14.4 TB/s both
+        # ways; HGX B200: 36 PFLOPS with sparsity for eight, 75 TFLOPS for each.
+        Device("B200", "gpu", 2250 * TERA, 75 * TERA, 180 * GB, 8000.0 * GB, NVLINK_5, PCIE_5, NDR),
+        # NVIDIA L40S data sheet: 362 and 91.6 TFLOPS, 48 GB at 864 GB/s, PCIe 4.0, no NVLink.
+        # Servers of it usually have Ethernet.
+        Device(
+            "L40S", "gpu", 362 * TERA, 91.6 * TERA, 48 * GB, 864.0 * GB, PCIE_4, PCIE_4,
+            ETHERNET_100,
+        ),
+        # NVIDIA Ada GPU architecture white paper, table 2: 165.2 TFLOPS in bfloat16 with
+        # float32 sums, 82.6 in float32, 24 GB at 1,008 GB/s, PCIe 4.0.
+        Device(
+            "RTX-4090", "gpu", 165.2 * TERA, 82.6 * TERA, 24 * GB, 1008.0 * GB, PCIE_4, PCIE_4,
+            ETHERNET_100,
         ),
         # One core of an Intel Xeon Platinum 8480+ (Intel ARK: 56 cores, 2.0 GHz base, 8 channels of
         # DDR5-4800): 2 fused multiply-adds x 16 floats a cycle; a 56th of 307 GB/s; 8 GB a core.
         Device(
-            "CPU", "cpu", 0.128 * TERA, 8 * GB, 5.5 * GB, 5.5 * GB, 5.5 * GB, 12.5 * GB / 56, 56
+            "CPU", "cpu", 0.128 * TERA, 0.128 * TERA, 8 * GB, 5.5 * GB, 5.5 * GB, 5.5 * GB,
+            12.5 * GB / 56, 56,
         ),
     )
 }  # fmt: skip

@@ -15,6 +15,7 @@ from m2flow.environments.spec import EnvironmentSpec
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import ONE_LANE
+from m2flow.models.shape import WEIGHT_BYTES
 from m2flow.models.work import (
     ADAM_BYTES,
     FORWARD_AND_BACKWARD,
@@ -70,9 +71,8 @@ CORE_ARITHMETIC = {"mlp": 0.47, "cnn": 0.265}
 """Of a core's peak FLOP/s that small policies attain. Measured: 4 us for a turn of two layers of
 128 units in forward and backward pass, and 0.4 ms for one of convolutions over 32 pixels."""
 
-SINGLE_PRECISION = 0.03
-"""Of an accelerator's peak that they attain there, in single precision and without tensor cores. An
-assumption: about half of 67 TFLOPS that an H100's data sheet has beside 989.5 in bfloat16."""
+GPU_ARITHMETIC = 0.5
+"""Of an accelerator's peak in single precision that they attain there. An assumption."""
 
 ACT_SECONDS = {"cpu": 0.25e-3, "gpu": 0.5e-3}
 MINIBATCH_SECONDS = {"cpu": 0.4e-3, "gpu": 1.4e-3}
@@ -323,8 +323,8 @@ class EmbodiedRecipeWork:
 
     def _small(self, flops: float, seconds: float = 0.0) -> Work:
         """So many FLOPs of a small policy, and seconds besides."""
-        share = SINGLE_PRECISION if self._on_gpu else CORE_ARITHMETIC[self.recipe.policy.kind]
-        return Work(flops, seconds=seconds, arithmetic=share)
+        share = GPU_ARITHMETIC if self._on_gpu else CORE_ARITHMETIC[self.recipe.policy.kind]
+        return Work(flops, seconds=seconds, arithmetic=share, single=True)
 
     def _acting(self, count: int) -> Work:
         body = self.policy
@@ -333,7 +333,7 @@ class EmbodiedRecipeWork:
         read = self._number * body.parameters
         first = Work(
             count * body.forward_flops(), read, seconds=CALL_SECONDS, arithmetic=RATES.forward,
-            bandwidth=RATES.decode_bandwidth,
+            bandwidth=RATES.decode_bandwidth, single=self._number > WEIGHT_BYTES,
         )  # fmt: skip
         if not body.decoded:
             return first
@@ -426,6 +426,7 @@ class EmbodiedRecipeWork:
             span=division.fsdp,
             overlapped=True,
             arithmetic=RATES.training,
+            single=self._number > WEIGHT_BYTES,
             then=(self._update(policy, division, replicas),),
         )
 
