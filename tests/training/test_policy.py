@@ -318,6 +318,31 @@ def test_the_gap_is_that_to_the_policy_that_drew(
     assert not trainer.engine_figures, "no token is known to be fresh"
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_share_of_the_tokens_that_the_gap_masks_is_told(
+    make_model: MakeModel, make_rollouts: MakeRollouts, level: Any
+) -> None:
+    """A step in which every token was masked had a gradient of 0, and no figure said why."""
+    algorithm, rollouts = GRPOLoss(gap_rule="mask", gap_level=level, gap_cap=2.0), make_rollouts()
+    trainer = PolicyTrainer(make_model(), algorithm, CONFIG)
+    own_T, lengths_B = trainer.logprobs(rollouts), rollouts.pairs.completion_lengths_B
+    apart_T = torch.linspace(-1.0, 1.0, own_T.numel(), dtype=own_T.dtype)
+    trained_T = torch.repeat_interleave(~rollouts.idle_rows(), lengths_B)
+    sums_T = torch.cat([row.sum().expand(row.numel()) for row in apart_T.split(lengths_B.tolist())])
+    gaps_T = sums_T if level == "sequence" else apart_T
+    trainer.fold(replace(rollouts, behaviour_logprobs_T=own_T - apart_T, old_logprobs_T=own_T))
+    share = float((gaps_T.abs() > math.log(2))[trained_T].double().mean())
+    assert 0 < share < 1
+    assert trainer.finish()["gap_masked"] == pytest.approx(share)
+    again_T = trainer.logprobs(rollouts)
+    trainer.fold(replace(rollouts, behaviour_logprobs_T=again_T - 3.0, old_logprobs_T=again_T))
+    figures = trainer.finish()
+    assert (figures["gap_masked"], figures["grad_norm"]) == (1.0, 0.0)
+    trainer.fold(rollouts)
+    assert trainer.finish()["gap_masked"] == 0.0, "nothing is weighed"
+    assert "gap_masked" not in GRPOLoss().figures
+
+
 def test_resumed_trainer_goes_on_as_if_it_had_not_stopped(
     make_model: MakeModel, make_rollouts: MakeRollouts
 ) -> None:

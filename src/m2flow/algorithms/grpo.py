@@ -71,6 +71,7 @@ class GRPOLoss:
         figures: tuple[str, ...] = (
             "clip_fraction", "ratio", "ratio_outliers", "behaviour_kl", "logprob_gap",
         )  # fmt: skip
+        figures += ("gap_masked",) if self.gap_rule == "mask" else ()
         figures += ("kl",) if self.needs_reference else ()
         return figures + (("entropy",) if self.needs_entropy else ())
 
@@ -151,6 +152,9 @@ class GRPOLoss:
             "behaviour_kl": token_sum(behaviour_kl_T),
             "logprob_gap": token_sum(drift_T.abs()),
         }
+        if self.gap_rule == "mask":
+            whole_T = torch.ones_like(policy.ratio_T) if weights_T is None else weights_T
+            sums["gap_masked"] = token_sum(whole_T == 0)
         if self.needs_reference:
             assert reference_logprobs_T is not None
             kl_T = kl_per_token(logprobs_T, reference_logprobs_T, self.kl_estimator)

@@ -82,6 +82,19 @@ def test_a_gap_that_the_recipe_asks_for_is_said_so(
     assert "dtype" not in hint
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_steps_whose_tokens_are_masked_are_said(tiny_recipe: MakeRecipe, level: str) -> None:
+    recipe = tiny_recipe(
+        training={"recompute_logprobs": True}, algorithm={"gap_rule": "mask", "gap_level": level}
+    )
+    assert hints(HEALTHY | {"train/gap_masked": 0.5}, recipe) == {}
+    (hint,) = hints(HEALTHY | {"train/gap_masked": 1.0}, recipe).values()
+    assert "100% of the tokens" in hint
+    assert "raise algorithm.gap_cap = 5" in hint
+    assert ("algorithm.gap_level: token" in hint) == (level == "sequence")
+    assert "algorithm.gap_rule: truncate" in hint
+
+
 def test_a_batch_that_is_not_full_is_said(tiny_recipe: MakeRecipe) -> None:
     figures = HEALTHY | {"sampling/unfilled_share": 0.25}
     assert hints(figures, tiny_recipe()) == {}, "nobody asked for more"

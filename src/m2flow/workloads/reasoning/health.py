@@ -23,7 +23,7 @@ class HealthCheck(NamedTuple):
         wrong: whether its value says so, in a recipe, beside the other figures.
         hint: what it means and what helps; `{value}` is the figure, `{recipe}` the recipe, `{cut}`
             where answers are cut and what helps there, `{closer}` what brings generation and
-            training closer.
+            training closer, `{looser}` what masks fewer tokens.
     """
 
     figure: str
@@ -93,6 +93,12 @@ CHECKS = (
         "the policy that draws is not the one that learns (KL {value:.2g} a token): {closer}",
     ),
     HealthCheck(
+        "train/gap_masked",
+        lambda share, _, __: share >= 0.9,
+        "{value:.0%} of the tokens trained on weigh nothing (algorithm.gap_rule: mask), so hardly "
+        "anything is learned: {looser}",
+    ),
+    HealthCheck(
         "train/ratio_outliers",
         lambda share, _, __: share >= 0.1,
         "{value:.0%} of the tokens have become more than twice or less than half as likely since "
@@ -139,6 +145,13 @@ def _closer(recipe: ReasoningRecipe) -> str:
     return f"{same}, or weigh the difference with training.recompute_logprobs and algorithm.gap_cap"
 
 
+def _looser(recipe: ReasoningRecipe) -> str:
+    """What lets fewer tokens be masked for the gap between generation and training."""
+    by_token = ", or set algorithm.gap_level: token" * (recipe.algorithm.gap_level == "sequence")
+    cap = f"raise algorithm.gap_cap = {recipe.algorithm.gap_cap:g}"
+    return f"{cap}{by_token}, or algorithm.gap_rule: truncate"
+
+
 def hints(figures: Figures, recipe: ReasoningRecipe, cut: str = CUT) -> dict[HealthCheck, str]:
     """The checks that a step's figures do not pass, each in words.
 
@@ -147,7 +160,12 @@ def hints(figures: Figures, recipe: ReasoningRecipe, cut: str = CUT) -> dict[Hea
         recipe: of the run.
         cut: where answers are cut off, and what helps; `{recipe}` is the recipe.
     """
-    words = {"recipe": recipe, "cut": cut.format(recipe=recipe), "closer": _closer(recipe)}
+    words = {
+        "recipe": recipe,
+        "cut": cut.format(recipe=recipe),
+        "closer": _closer(recipe),
+        "looser": _looser(recipe),
+    }
     return {
         check: check.hint.format(value=figures[check.figure], **words)
         for check in CHECKS
