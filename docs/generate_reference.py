@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from m2flow.cli.app import app
 from m2flow.workloads.agentic.config import AgenticRecipe
-from m2flow.workloads.common.recipe import Recipe
+from m2flow.workloads.common.recipe import LARGEST, Recipe
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 
@@ -501,7 +501,7 @@ def _bounds(constraints: typing.Iterable[Any]) -> Iterator[str]:
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
     for constraint in constraints:
         for name, word in words.items():
-            if (bound := getattr(constraint, name, None)) is not None:
+            if (bound := getattr(constraint, name, None)) not in (None, LARGEST):
                 yield f", {word} {'2**63' if bound == 2**63 else format(bound, 'g')}"
 
 

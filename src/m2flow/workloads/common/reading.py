@@ -242,6 +242,7 @@ def _what_was_expected(error: ValidationError) -> str:
     """Say what would have been right in place of the first thing that pydantic found."""
     first = error.errors()[0]
     said = re.sub(r"^(Input should be|Value error,|\w+ should have) ", "", first["msg"])
+    said = re.sub(r"\b\d{20,}\b", lambda digits: f"{float(digits[0]):g}", said)
     return _TYPES.get(first["type"], re.sub(" after validation, not .*", "", said))
 
 

@@ -17,6 +17,15 @@ from m2flow.engine.plan import LONGEST_DEADLINE
 from m2flow.errors import UserError
 from m2flow.observe.yaml_text import plain
 
+LARGEST = 1e30
+"""Number that any key takes: computed with in float32, whose largest is 3.4e38."""
+
+MOST_GIGABYTES = 1e6
+"""Of memory or disk: bytes are counted in 64 bits."""
+
+LEAST_TEMPERATURE = 1e-6
+"""Above 0: logits are divided by it, in float32."""
+
 
 def _fits_a_tensor(value: int) -> int:
     if value >= 2**63:
@@ -28,8 +37,12 @@ def _fits_a_tensor(value: int) -> int:
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(ge=1, strict=True), AfterValidator(_fits_a_tensor)]
 Natural = Annotated[int, Field(ge=0, strict=True), AfterValidator(_fits_a_tensor)]
-NonNegative = Annotated[float, Field(ge=0, strict=True)]
-Positive = Annotated[float, Field(gt=0, strict=True)]
+NonNegative = Annotated[float, Field(ge=0, le=LARGEST, strict=True)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST, strict=True)]
+Gigabytes = Annotated[float, Field(gt=0, le=MOST_GIGABYTES, strict=True)]
+Temperature = Annotated[float, Field(ge=LEAST_TEMPERATURE, le=LARGEST, strict=True)]
+Rank = Annotated[int, Field(ge=0, le=2**16, strict=True)]
+Running = Annotated[int, Field(ge=1, le=1_000_000, strict=True)]
 Deadline = Annotated[float, Field(gt=0, le=LONGEST_DEADLINE, strict=True)]
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
@@ -147,7 +160,7 @@ class Recipe(Section):
     spare_lanes: Natural = 1
     snapshot_every: Count | None = None
     grace_seconds: Deadline = 20.0
-    journal_gb: NonNegative = 2.0
+    journal_gb: Annotated[float, Field(ge=0, le=MOST_GIGABYTES, strict=True)] = 2.0
     max_skipped_updates: Natural = 3
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -21,8 +21,10 @@ from m2flow.workloads.common.recipe import (
     NonNegative,
     Options,
     Positive,
+    Rank,
     Section,
     Share,
+    Temperature,
 )
 
 if TYPE_CHECKING:
@@ -160,9 +162,9 @@ class PolicySection(Section):
     gripper: Literal["as_it_is", "libero", "widowx"] = "as_it_is"
     centre_crop: Flag = False
     resize: Literal["bicubic", "lanczos"] = "bicubic"
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     dtype: Literal["float32", "bfloat16"] = "float32"
-    lora_rank: Natural = 0
+    lora_rank: Rank = 0
     proprioception: Flag = False
     head: Literal["discrete", "l1"] = "discrete"
     noise: Literal["sde", "network"] = "sde"

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from m2flow.errors import UserError
 from m2flow.workloads.common import recipe as common
 from m2flow.workloads.common.recipe import (
+    LARGEST,
     Count,
     Natural,
     NonNegative,
@@ -63,7 +64,7 @@ class AlgorithmSection(Section):
     surrogate: Literal["clip", "cispo"] = "clip"
     clip_low: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.2
     clip_high: Positive = 0.2
-    dual_clip: Annotated[float, Field(gt=1, strict=True)] | None = None
+    dual_clip: Annotated[float, Field(gt=1, le=LARGEST, strict=True)] | None = None
     ratio_level: Literal["token", "sequence"] = "token"
     aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"] = (
         "sequence-mean-token-mean"
@@ -77,7 +78,7 @@ class AlgorithmSection(Section):
     entropy_coefficient: NonNegative = 0.0
     gap_level: Literal["token", "sequence"] = "token"
     gap_rule: Literal["truncate", "mask"] = "truncate"
-    gap_cap: Annotated[float, Field(ge=1, strict=True)] = 5.0
+    gap_cap: Annotated[float, Field(ge=1, le=LARGEST, strict=True)] = 5.0
 
     @property
     def has_critic(self) -> bool:

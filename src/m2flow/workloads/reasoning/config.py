@@ -15,10 +15,14 @@ from m2flow.workloads.common import recipe as common
 from m2flow.workloads.common.recipe import (
     Count,
     Flag,
+    Gigabytes,
     Natural,
     Positive,
+    Rank,
+    Running,
     Section,
     Share,
+    Temperature,
 )
 from m2flow.workloads.reasoning.algorithm_section import (
     FURTHER_DRAWS,
@@ -59,7 +63,7 @@ class ModelSection(Section):
 
     path: str | None = None
     dtype: Dtype = "auto"
-    lora_rank: Natural = 0
+    lora_rank: Rank = 0
     lora_alpha: Count | None = None
     lora_publish: Literal["merged", "adapter"] = "merged"
     hidden_size: Count = 128
@@ -127,14 +131,14 @@ class GenerationSection(Section):
     max_new_tokens: Count = 24
     tokens_per_step: Count | None = None
     max_versions: Natural | None = None
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     top_k: Natural = 0
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     min_p: Share = 0.0
-    max_running: Count = 256
+    max_running: Running = 256
     engine: EngineName = "native"
     dtype: Dtype | None = None
-    cache_gb: Positive | None = None
+    cache_gb: Gigabytes | None = None
     captured_decode: Flag = True
     stop: Strings = ()
 

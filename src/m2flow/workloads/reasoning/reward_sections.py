@@ -12,7 +12,17 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from m2flow.errors import UserError
-from m2flow.workloads.common.recipe import Count, Deadline, NonNegative, Options, Positive, Section
+from m2flow.workloads.common.recipe import (
+    LEAST_TEMPERATURE,
+    Count,
+    Deadline,
+    Gigabytes,
+    NonNegative,
+    Options,
+    Positive,
+    Running,
+    Section,
+)
 
 Weight = Annotated[float, Field(strict=True)]
 
@@ -99,12 +109,19 @@ class JudgeSection(Section):
     max_new_tokens: Count = 512
     temperature: NonNegative = 0.0
     chat_options: Options = Field(default_factory=dict)
-    max_running: Count = 256
+    max_running: Running = 256
     dtype: JudgeDtype = "auto"
-    cache_gb: Positive | None = None
+    cache_gb: Gigabytes | None = None
 
     @model_validator(mode="after")
     def _can_be_asked_and_read(self) -> JudgeSection:
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise UserError(
+                "is too low to divide by",
+                key="judge.temperature",
+                value=self.temperature,
+                expected=f"0 or at least {LEAST_TEMPERATURE}",
+            )
         if self.template is not None and "{answer}" not in self.template:
             raise UserError(
                 "has no place for the answer",
