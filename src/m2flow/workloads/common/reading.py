@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import logging
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from m2flow.workloads.common.registry import workload_named
 from m2flow.workloads.common.secret_keys import refuse_secrets
 from m2flow.workloads.common.shipped import recipe_file, shipped_recipes
 
+_log = logging.getLogger(__name__)
+
 BASE = "base"
 """Key of a recipe's file: another file beside it, or a recipe of m2flow, that it stands on."""
 
@@ -29,7 +32,7 @@ Source: TypeAlias = str | Path | Mapping[str, Any] | Recipe
 
 
 def read_recipe(source: Source, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
-    """Read a recipe and apply overrides.
+    """Read a recipe and apply overrides; warn of keys that somebody has written without effect.
 
     Args:
         source: a YAML file, the name of a recipe of m2flow, a table of keys, or a recipe.
@@ -39,17 +42,21 @@ def read_recipe(source: Source, overrides: Sequence[str] | Mapping[str, Any] = (
         UserError: no such file, no YAML, an unknown key (with the nearest valid one), a value of
             the wrong type, what looks like a secret, or sizes that do not fit each other.
     """
+    own: dict[str, Any]
     data: dict[str, Any]
     if isinstance(source, Recipe):
-        data = source.model_dump(mode="json")
+        own, data = {}, source.model_dump(mode="json")
     elif isinstance(source, Mapping):
-        data = dict(source)
+        own = data = dict(source)
     else:
-        data = recipe_keys(Path(source))
+        own, data = read_yaml(recipe_file(Path(source))), recipe_keys(Path(source))
     said = list(_overrides(overrides))
     asked = _changed(data, said)
     stand_ins = workload_named(asked.get("workload")).recipe.stand_ins(asked)
-    return validated(_changed(data, [*stand_ins.items(), *said]) if stand_ins else asked)
+    recipe = validated(_changed(data, [*stand_ins.items(), *said]) if stand_ins else asked)
+    if (notice := recipe.without_effect(_changed(own, said))) is not None:
+        _log.warning("%s", notice)
+    return recipe
 
 
 def recipe_keys(path: Path) -> dict[str, Any]:

@@ -178,6 +178,14 @@ class Recipe(Section):
         """
         return {}
 
+    def without_effect(self, written: Mapping[str, Any]) -> str | None:
+        """Which keys that somebody has written are not read, and why; None where all are.
+
+        Args:
+            written: the recipe's own file, without its `base`, with what the command line says.
+        """
+        return None
+
     @property
     def items_per_step(self) -> int:
         """Source items of a step."""

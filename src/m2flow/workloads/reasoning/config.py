@@ -5,6 +5,7 @@ Sizes are named for what they count. Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -56,6 +57,8 @@ weights leave of the share that a lane may take, if that is less."""
 class ModelSection(Section):
     """The policy: a folder in Hugging Face layout, or a tiny Qwen2 built on the spot.
 
+    Beside `path` the sizes of the tiny one have no effect, and a line says so where they are given.
+
     With `lora_rank` only adapters of that rank are trained, scaled by `lora_alpha / lora_rank`
     (null: by 2). Saved is the sum, and published too; or, with `lora_publish: adapter`, adapters
     alone, which each lane that generates adds to the model that the run has begun with.
@@ -90,6 +93,18 @@ class ModelSection(Section):
                     hint="set model.lora_rank, such as 16, or take it out",
                 )
         return self
+
+
+OF_TINY = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "initializer_range",
+)
+"""Keys of `model` that the tiny model is made by, and nothing else."""
 
 
 class WarmupSection(Section):
@@ -264,6 +279,17 @@ class ReasoningRecipe(common.Recipe):
     evaluation: GreedyEvaluationSection = GreedyEvaluationSection()
     reward_model: RewardModelSection = RewardModelSection()
     judge: JudgeSection = JudgeSection()
+
+    def without_effect(self, written: Mapping[str, Any]) -> str | None:
+        model = written.get("model")
+        if self.model.path is None or not isinstance(model, Mapping):
+            return None
+        fields = ModelSection.model_fields
+        keys = [
+            key for key in OF_TINY if model.get(key, fields[key].default) != fields[key].default
+        ]
+        names = ", ".join(f"model.{key}" for key in keys)
+        return f"{names}: without effect, since model.path is set" if keys else None
 
     @property
     def items_per_step(self) -> int:

@@ -29,7 +29,7 @@ from m2flow.training.rollouts import TokenPairs
 from m2flow.training.supervised import adamw, train_supervised
 from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.reasoning.algorithm_section import OF_GROUPS
-from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import OF_TINY, ReasoningRecipe
 from m2flow.workloads.reasoning.encoding import (
     SPECIAL_TOKENS,
     Names,
@@ -63,9 +63,6 @@ if TYPE_CHECKING:
     from m2flow.runtime.driver.run import Run
 
 _log = logging.getLogger(__name__)
-
-NOT_OF_TINY = {"path", "dtype", "lora_rank", "lora_alpha", "lora_publish"}
-"""Keys of `model` that say nothing of the tiny model's shape."""
 
 SAMPLER = "sampler.json"
 """File of a checkpoint: where the data stood."""
@@ -527,7 +524,7 @@ class ReasoningExperiment:
 
 def _tiny_spec(recipe: ReasoningRecipe) -> TinySpec:
     try:
-        return TinySpec(**recipe.model.model_dump(exclude=NOT_OF_TINY))
+        return TinySpec(**recipe.model.model_dump(include=set(OF_TINY)))
     except UserError as error:
         raise UserError(f"model.{error}") from error
 
