@@ -95,6 +95,14 @@ def test_steps_whose_tokens_are_masked_are_said(tiny_recipe: MakeRecipe, level: 
     assert "algorithm.gap_rule: truncate" in hint
 
 
+def test_a_tool_that_fails_is_not_the_function_that_gives_rewards(tiny_recipe: MakeRecipe) -> None:
+    """The hint named the reward's function where tools alone had failed."""
+    failed = HEALTHY | {"reward/failed_share": 0.25}
+    assert hints(failed | {"tools/failed_share": 0.25}, tiny_recipe()) == {}
+    (hint,) = hints(failed | {"tools/failed_share": 0.125}, tiny_recipe()).values()
+    assert "the function failed" in hint
+
+
 def test_a_batch_that_is_not_full_is_said(tiny_recipe: MakeRecipe) -> None:
     figures = HEALTHY | {"sampling/unfilled_share": 0.25}
     assert hints(figures, tiny_recipe()) == {}, "nobody asked for more"

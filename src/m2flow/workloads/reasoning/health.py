@@ -71,7 +71,7 @@ CHECKS = (
     ),
     HealthCheck(
         "reward/failed_share",
-        lambda share, _, __: share >= 0.1,
+        lambda share, _, figures: share - figures.get("tools/failed_share", 0.0) >= 0.1,
         "{value:.0%} of the answers have no reward, because the function failed: samples.jsonl has "
         "some of them with the reason",
     ),
