@@ -107,7 +107,8 @@ MEANING = {
     "model.lora_publish": "what goes to the lanes that generate: `merged`, the weights with the "
     "adapters added, or `adapter`, the adapters alone, which each lane adds to the model that the "
     "run has begun with",
-    "model.hidden_size": "tiny model: width",
+    "model.hidden_size": "tiny model: width; it and the six below have no effect beside "
+    "`model.path`, and a line says so where they are written",
     "model.num_hidden_layers": "tiny model: layers",
     "model.num_attention_heads": "tiny model: query heads",
     "model.num_key_value_heads": "tiny model: key-value heads",

@@ -55,8 +55,9 @@ weights leave of the share that a lane may take, if that is less."""
 
 
 class ModelSection(Section):
-    """The policy: a folder in Hugging Face layout, or a tiny Qwen2 built on the spot, whose sizes
-    have no effect beside `path` (a line says so where they are given).
+    """The policy: a folder in Hugging Face layout, or a tiny Qwen2 built on the spot.
+
+    Beside `path` the sizes of the tiny one have no effect, and a line says so where they are given.
 
     With `lora_rank` only adapters of that rank are trained, scaled by `lora_alpha / lora_rank`
     (null: by 2). Saved is the sum, and published too; or, with `lora_publish: adapter`, adapters
