@@ -114,11 +114,8 @@ def test_a_run_that_loses_a_lane_gives_what_an_undisturbed_one_gives(
     assert str(loss).startswith(f"lane {loss.lane} was lost (")
     assert "; back after " in str(loss)
     spans = [span for result in found.steps for span in result.spans if span.name == LOST]
-    if moment not in (
-        "load",
-        "answer",
-        "asked",
-    ):  # then no step was under way, and the next one tells
+    # At those three no step was under way, and the next one tells.
+    if moment not in ("load", "answer", "asked"):
         assert [span.lane for span in spans] == [loss.lane]
 
 
@@ -186,9 +183,10 @@ def test_steps_that_overlap_are_taken_again_in_order(pool: LanePool, tmp_path: P
 def test_rollouts_of_a_lost_step_are_not_made_again(
     pool: LanePool, tmp_path: Path, undisturbed: list[Any]
 ) -> None:
-    """They were kept on disk; the next run on these lanes keeps nothing there."""
+    """They were kept on disk, all of them by the step's last `finish`; the next run on these lanes
+    keeps nothing there."""
     folder = tmp_path / "journal"
-    with start(APART, Death("train", 1, str(tmp_path)), pool) as run:
+    with start(APART, Death("finish", 1, str(tmp_path)), pool) as run:
         run.keep_rollouts(Journal(folder, 1 << 20))
         found = seen(run)
     assert found.figures == undisturbed
