@@ -214,6 +214,7 @@ def priced(
             admit=lambda prompts: prefill(model, prompts * prompt, prompt / 2, n, rates),
             round=lambda running, tokens: decoding(model, running, tokens, n, rates),
             start=prompt,
+            longest=longest,
             unit_bytes=model.kv_bytes_on_lane(n),
             limits=(RUNNING,),
         )
