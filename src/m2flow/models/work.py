@@ -209,7 +209,7 @@ def of_numbers(work: Work, number_bytes: int) -> Work:
         return work
     return replace(
         work,
-        single=number_bytes > WEIGHT_BYTES,
+        single_precision=number_bytes > WEIGHT_BYTES,
         read_bytes=work.read_bytes * number_bytes / WEIGHT_BYTES,
         sent_bytes=work.sent_bytes * number_bytes / WEIGHT_BYTES,
         then=tuple(of_numbers(part, number_bytes) for part in work.then),

@@ -137,15 +137,21 @@ def accounts(
 def _published(
     lanes: Sequence[LaneSpec], plan: Plan, graph: FlowGraph, works: Mapping[str, FlowWork]
 ) -> dict[str, float]:
-    """What lanes have of published weights on the machine where it is most, by who publishes.
+    """Bytes of published weights that some lanes hold in the host memory of one machine.
 
-    The source's first replica lays out a version, each lane its part of it, for all lanes but those
-    where the source stands whole. What other machines take of it is brought to each of them once.
+    Each lane of the source's first replica lays out its part of a version there, unless nobody
+    takes it but lanes where the source stands whole. What lanes of another machine take is brought
+    to that machine once.
+
+    Returns:
+        by worker that publishes, on the machine where it is most.
     """
-    kind_of, found = {lane.id: lane.kind for lane in plan.lanes}, dict[str, float]()
-    mine, there = {lane.id for lane in lanes}, dict[int, set[int]]()
+    kind_of = {lane.id: lane.kind for lane in plan.lanes}
+    mine = {lane.id for lane in lanes}
+    there: dict[int, set[int]] = {}
     for lane in plan.lanes:
         there.setdefault(lane.node, set()).add(lane.id)
+    found: dict[str, float] = {}
     for edge in graph.weight_edges:
         source, target = plan.placements[edge.source], plan.placements[edge.target]
         first = source.replicas[0]
@@ -154,7 +160,8 @@ def _published(
             continue
         workers = works[kind_of[target.lanes[0]]].workers
         size = workers.get(edge.target, WorkerWork(())).weight_bytes
-        for here in (there[node] for node in {lane.node for lane in lanes}):
+        for node in {lane.node for lane in lanes}:
+            here = there[node]
             parts = len(here & mine & set(first))
             if here & mine & takers:
                 parts += len(set(first) - here)

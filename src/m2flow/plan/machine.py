@@ -91,7 +91,7 @@ def gpu_memory() -> tuple[int, ...]:
 
 def free_gpu_memory() -> tuple[int, ...]:
     """Bytes that are free now of each of the same accelerators; empty as there."""
-    _asked.cache_clear()
+    _asked.cache_clear()  # what is free changes
     return _memory("memory.free")
 
 

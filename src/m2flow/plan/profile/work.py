@@ -37,7 +37,7 @@ class Work:
 
     Attributes:
         flops: floating-point operations, done at `arithmetic` of the device's peak.
-        single: whether that peak is the one in single precision.
+        single_precision: whether that peak is the one in single precision.
         read_bytes: traffic to the device's memory, at `bandwidth` of its peak. It overlaps with the
             operations: the longer of both counts.
         sent_bytes: bytes that the lane sends in collectives over `span` lanes.
@@ -59,12 +59,14 @@ class Work:
     seconds: float = 0.0
     arithmetic: float = 1.0
     bandwidth: float = 1.0
-    single: bool = False
+    single_precision: bool = False
     then: tuple[Work, ...] = ()
 
     def on(self, device: Device) -> float:
         """Return the seconds that a device takes for it."""
-        peak = device.single_flops_per_second if self.single else device.flops_per_second
+        peak = device.flops_per_second
+        if self.single_precision:
+            peak = device.single_flops_per_second
         lane = max(
             self.flops / (peak * self.arithmetic),
             self.read_bytes / (device.memory_bytes_per_second * self.bandwidth),

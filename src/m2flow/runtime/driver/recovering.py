@@ -282,19 +282,15 @@ class FlowThatRecovers(FlowOnLanes):
             try:
                 self._go_back(snapshot, busy, instead)
                 instead = None
-            except NoPlanStands as again:
-                error, instead = again, None if self.pilot is None else self.pilot.another()
-                if instead is None:
-                    raise RunFailed(str(again)) from again.__cause__
-                continue
-            except RunFailed as again:
-                error = again
-                continue
-            try:
                 losses = [(lane, why, at) for (lane, at), why in heard.items()]
                 new = self._supervision.losses(losses, self.plan, len(done))
                 for _ in self._runners[STEP].run(done):
                     pass
+            except NoPlanStands as again:  # the plan cannot be loaded
+                error, instead = again, None if self.pilot is None else self.pilot.another()
+                if instead is None:
+                    raise RunFailed(str(again)) from again.__cause__
+                continue
             except RunFailed as again:
                 error = again
                 continue
@@ -414,9 +410,11 @@ class FlowThatRecovers(FlowOnLanes):
                 pilot.refuse(plan, str(error).splitlines()[0])
             if isinstance(error, NotLoaded) or not self._goes_back(error):
                 raise
-            instead = pilot.another(self) if pilot is not None and pilot.has_failed else None
-            if instead is None and pilot is not None and pilot.has_failed:
-                raise RunFailed(str(error)) from error.__cause__
+            instead = None
+            if pilot is not None and pilot.has_failed:  # the plan before as well
+                instead = pilot.another(self)
+                if instead is None:
+                    raise RunFailed(str(error)) from error.__cause__
             self._again += self._lanes_back(error, instead)
             raise NotLoaded(str(error)) from error.__cause__
 

@@ -324,7 +324,7 @@ class EmbodiedRecipeWork:
     def _small(self, flops: float, seconds: float = 0.0) -> Work:
         """So many FLOPs of a small policy, and seconds besides."""
         share = GPU_ARITHMETIC if self._on_gpu else CORE_ARITHMETIC[self.recipe.policy.kind]
-        return Work(flops, seconds=seconds, arithmetic=share, single=True)
+        return Work(flops, seconds=seconds, arithmetic=share, single_precision=True)
 
     def _acting(self, count: int) -> Work:
         body = self.policy
@@ -333,7 +333,7 @@ class EmbodiedRecipeWork:
         read = self._number * body.parameters
         first = Work(
             count * body.forward_flops(), read, seconds=CALL_SECONDS, arithmetic=RATES.forward,
-            bandwidth=RATES.decode_bandwidth, single=self._number > WEIGHT_BYTES,
+            bandwidth=RATES.decode_bandwidth, single_precision=self._number > WEIGHT_BYTES,
         )  # fmt: skip
         if not body.decoded:
             return first
@@ -426,7 +426,7 @@ class EmbodiedRecipeWork:
             span=division.fsdp,
             overlapped=True,
             arithmetic=RATES.training,
-            single=self._number > WEIGHT_BYTES,
+            single_precision=self._number > WEIGHT_BYTES,
             then=(self._update(policy, division, replicas),),
         )
 

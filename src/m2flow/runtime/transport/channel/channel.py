@@ -40,7 +40,7 @@ START_SECONDS = 60.0
 MAX_ITEMS, MAX_BYTES = 1024, 1 << 30
 """Bounds of a channel that does not say."""
 
-check_wait = partial(check_seconds, most=math.inf)
+_check_wait = partial(check_seconds, most=math.inf)
 
 NAMESPACE = "m2flow-channels"
 """The Ray namespace in which channels have their names."""
@@ -113,7 +113,7 @@ class Channel:
         """A handle to the channel of that name that `on_ray` has made."""
         import ray
 
-        check_wait("timeout", timeout)
+        _check_wait("timeout", timeout)
 
         try:
             actor = ray.get_actor(name, namespace=NAMESPACE)
@@ -228,7 +228,7 @@ class Channel:
         if max_items is not None:
             _require(_is_bound(max_items), "no such batch", "max_items", max_items, "1 or more")
         if linger is not None:
-            check_wait("linger", linger, zero=True)
+            _check_wait("linger", linger, zero=True)
         most_weight = math.inf if weight is None else weight
         most_items = math.inf if max_items is None else max_items
         longest = math.inf if linger is None else linger
@@ -303,7 +303,7 @@ class Channel:
             type(key) in (str, int, type(None)), "no such key", "key", key, "string or integer"
         )
         seconds = self._timeout if timeout is None else timeout
-        check_wait("timeout", seconds, zero=True)
+        _check_wait("timeout", seconds, zero=True)
         head = pickle.dumps({"key": key, "timeout": seconds, **settings}, 5)
         stream = self._connection()
         longest = seconds + ANSWER_SECONDS
@@ -360,7 +360,7 @@ class Channel:
 def _checked_name(name: str | None, max_items: int, max_bytes: int, timeout: float) -> str:
     _require(_is_bound(max_items), "no such bound", "max_items", max_items, "1 or more")
     _require(_is_bound(max_bytes), "no such bound", "max_bytes", max_bytes, "1 or more")
-    check_wait("timeout", timeout)
+    _check_wait("timeout", timeout)
     return name or f"channel-{secrets.token_hex(4)}"
 
 
