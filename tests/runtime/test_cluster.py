@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import ray
 from packaging.requirements import Requirement
+from ray._private import services
 
 from m2flow.errors import RunFailed, UserError
 from m2flow.runtime.driver import ahead
@@ -169,6 +171,26 @@ def test_a_start_that_times_out_twice_is_one_line(starts: Callable[[int], Starts
     assert caught.value.__cause__ is None
     assert len(made.folders) == 2
     assert not any(folder.exists() for folder in made.folders)
+
+
+def test_a_start_whose_first_process_ends_says_what_it_has_logged(
+    monkeypatch: pytest.MonkeyPatch, temporary: Path
+) -> None:
+    """`ray.init` says only that it has waited for a file: the port of one that has ended."""
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "3")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = temporary / "gcs_server"
+        port = f"--gcs_server_port={taken.getsockname()[1]}"
+        server.write_text(f'#!/bin/sh\nexec {services.GCS_SERVER_EXECUTABLE} "$@" {port}\n')
+        server.chmod(0o700)
+        monkeypatch.setattr(services, "GCS_SERVER_EXECUTABLE", str(server))
+        with pytest.raises(RunFailed) as caught:
+            RayCluster(())
+    assert "; gcs_server: server_ Failed to start the grpc server" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(temporary.glob("m2flow-ray-*"))
 
 
 MISMATCH = """Version mismatch: The cluster was started with:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -30,6 +31,9 @@ SOCKET = f"{WITHIN}/session_2026-01-01_00-00-00_000000_9999999/sockets/plasma_st
 
 SOCKET_BYTES = 107
 """The longest path that the kernel takes for a socket."""
+
+LOGGED_ERROR = re.compile(r"^\[\S+ \S+ [CE] [^]]*\] (?:\(\S+\) )?\S+:\d+: *(.+)", re.MULTILINE)
+"""A line of a log of Ray's, of an error or a failed check; what it says is the group."""
 
 MISMATCH = "Version mismatch"
 """What Ray says where the cluster has another version of Ray or of Python."""
@@ -167,10 +171,11 @@ class RayCluster:
                     ray.init(address=address, logging_level=logging.ERROR, **settings)
             except Exception as error:  # noqa: BLE001 - Ray has no type for it
                 _shut_down()
+                logged = _logged_error(self.logs)
                 self._remove_files()
                 if tries == 2 or MISMATCH in str(error):
                     self.sweeper.close()
-                    raise RunFailed(_why(error, joined=address is None)) from None
+                    raise RunFailed(_why(error, logged, joined=address is None)) from None
             else:
                 return
 
@@ -250,13 +255,28 @@ def _shut_down() -> None:
             process.kill()
 
 
-def _why(error: Exception, *, joined: bool) -> str:
+def _logged_error(logs: Path | None) -> str:
+    """The first error that Ray's processes have logged, in one line; "" if there is none.
+
+    `ray.init` itself says only how long it has waited for a process that has ended.
+    """
+    if logs is None:
+        return ""
+    for name in ("gcs_server", "raylet"):
+        with suppress(OSError):
+            if found := LOGGED_ERROR.search((logs / f"{name}.out").read_text(errors="replace")):
+                return f"{name}: {found[1].rpartition('Check failed: ')[2]}"
+    return ""
+
+
+def _why(error: Exception, logged: str, *, joined: bool) -> str:
     """Say in one line why Ray has not come up, on this machine or at RAY_ADDRESS."""
     kind, lines = type(error).__name__, str(error).splitlines() or ["no word"]
     if not joined:
+        said = f"{kind}: {lines[0]}" + (f"; {logged}" if logged else "")
         return (
-            f"Ray has not come up on this machine, in two tries: {kind}: {lines[0]}; is the "
-            "machine overloaded, or full (`m2flow doctor`)?"
+            f"Ray has not come up on this machine, in two tries: {said}; is the machine "
+            "overloaded, or full (`m2flow doctor`)?"
         )
     words = " ".join(" ".join(lines).split())
     return f"the Ray cluster at {os.environ['RAY_ADDRESS']} cannot be joined: {kind}: {words}"
