@@ -19,6 +19,7 @@ from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.workers import verifier
 
 M2flow = Callable[..., Any]
+Refused = Callable[..., str]
 
 FILES = """
 config.yaml plan.json metrics.jsonl samples.jsonl timeline.json report.html run.json
@@ -100,6 +101,13 @@ def test_the_timeline_is_a_trace(finished: Path) -> None:
     trace = json.loads((finished / "timeline.json").read_text())
     names = {event["name"] for event in trace["traceEvents"] if event["ph"] == "X"}
     assert names >= {"generator.generate", "verifier.score", "learner.train"}
+
+
+def test_a_checkpoint_is_named_where_its_model_is_meant(
+    run: Path, tiny: Path, refused: Refused
+) -> None:
+    words = ["model={}", f"model.path={run}/checkpoints/latest", "--run-dir", "other"]
+    assert f"name {run}/checkpoints/latest/model, where it is" in refused("train", tiny, *words)
 
 
 def test_checkpoints_move_on(finished: Path) -> None:

@@ -71,10 +71,13 @@ def check_not_quantized(config: Mapping[str, Any], source: str, key: str = "mode
 def read_json(file: Path, what: str) -> dict[str, Any]:
     """The object in a JSON file that describes `what`."""
     if not file.is_file():
+        within = file.parent / "model"  # such as in a checkpoint of a run
         raise UserError(
             f"{file.name} is missing, which describes {what}",
             key=str(file.parent),
-            hint="the folder is half-written, or it is no model folder",
+            hint=f"name {within}, where it is"
+            if (within / file.name).is_file()
+            else "the folder is half-written, or it is no model folder",
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
