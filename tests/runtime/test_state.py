@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -437,23 +438,31 @@ def test_onload_beside_a_computation(place: Place, monkeypatch: pytest.MonkeyPat
 # Shards and accelerators
 
 
-@pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[Any]:
-    """A device mesh of one process."""
+@contextmanager
+def mesh_of_one(place: Place) -> Iterator[Any]:
+    """A device mesh of one process, for tests in a process of their own.
+
+    DTensor's caches of the thread keep it as long as the process lives. If another thread forks
+    (as Ray is started ahead), the child clears these caches and crashes: it waits for the threads
+    of the mesh, which were not forked.
+    """
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
 
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1
-    )
+    meet = f"file://{place.spill.parent / 'meet'}"
+    distributed.init_process_group("gloo", init_method=meet, rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
 
 
-def test_sharded_training_is_the_same_with_switches(mesh: Any, place: Place) -> None:
+def test_sharded_training_is_the_same_with_switches(place: Place) -> None:
+    in_a_new_process(check_sharded_training, place)
+
+
+def check_sharded_training(place: Place) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    def train(switching: bool) -> list[Tensor]:
+    def train(mesh: Any, switching: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
         for layer in (model[0], model[2], model):
@@ -479,25 +488,31 @@ def test_sharded_training_is_the_same_with_switches(mesh: Any, place: Place) -> 
                 state.onload()
         return [p.full_tensor().detach() for p in model.parameters()]
 
-    for found, wanted in zip(train(True), train(False), strict=True):
-        assert torch.equal(found, wanted)
+    with mesh_of_one(place) as mesh:
+        for found, wanted in zip(train(mesh, True), train(mesh, False), strict=True):
+            assert torch.equal(found, wanted)
 
 
-def test_a_shard_that_numpy_has_seen_is_refused(mesh: Any, place: Place) -> None:
+def test_a_shard_that_numpy_has_seen_is_refused(place: Place) -> None:
     """It would be replaced in the parameter, and FSDP2 would go on gathering from the old one."""
+    in_a_new_process(check_that_a_shard_is_refused, place)
+
+
+def check_that_a_shard_is_refused(place: Place) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model: Any = nn.Linear(4, 3)
-    fully_shard(model, mesh=mesh)
-    state = MovableState(lambda: module_tensors(model), place)
-    weight, bias = (parameter.to_local().detach() for parameter in model.parameters())
-    state.offload()
-    state.onload()
-    weight.numpy()
-    with pytest.raises(RunFailed, match="a shard of 48 bytes lies in memory that NumPy"):
+    with mesh_of_one(place) as mesh:
+        fully_shard(model, mesh=mesh)
+        state = MovableState(lambda: module_tensors(model), place)
+        weight, bias = (parameter.to_local().detach() for parameter in model.parameters())
         state.offload()
-    assert state.is_resident
-    assert torch.equal(model(torch.eye(4)), weight.T + bias)
+        state.onload()
+        weight.numpy()
+        with pytest.raises(RunFailed, match="a shard of 48 bytes lies in memory that NumPy"):
+            state.offload()
+        assert state.is_resident
+        assert torch.equal(model(torch.eye(4)), weight.T + bias)
 
 
 @settings(max_examples=25, deadline=None)
