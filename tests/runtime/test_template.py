@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from ray._private import ray_constants
+from ray._private.node import Node
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.runtime.driver import template as driver
@@ -170,18 +171,25 @@ def test_lanes_are_forks_of_it_and_so_are_those_in_their_place() -> None:
 
 
 def test_clusters_that_are_started_here_set_workers_up_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's constant that names the script is private: a later Ray may not heed it."""
+    """And start nothing that looks for further machines, or draws a page that is not served.
+
+    What says so to Ray is private: a later Ray may not heed it.
+    """
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    before = ray_constants.ENABLE_RAY_CLUSTER
+    before = ray_constants.ENABLE_RAY_CLUSTER, Node.start_monitor, Node.start_api_server
     cluster = RayCluster(())
     try:
         below = psutil.Process().children(recursive=True)
         (raylet,) = [one for one in below if one.name() == "raylet"]
         assert str(SET_UP_WORKER) in " ".join(raylet.cmdline())
+        programs = {Path(word).name for one in below for word in one.cmdline()}
+        assert programs >= {"gcs_server", "log_monitor.py"}
+        assert not programs & {"monitor.py", "dashboard.py"}
     finally:
         cluster.close()
     assert ray_constants.SETUP_WORKER_FILENAME == "setup_worker.py"
-    assert before == ray_constants.ENABLE_RAY_CLUSTER, "other clusters of this process"
+    after = ray_constants.ENABLE_RAY_CLUSTER, Node.start_monitor, Node.start_api_server
+    assert after == before, "other clusters of this process"
 
 
 # --- other users ----------------------------------------------------------------------------------

@@ -215,21 +215,35 @@ def signals_are_not_heard() -> Iterator[None]:
 
 @contextmanager
 def _private_settings() -> Iterator[None]:
-    """Have a cluster that is started within listen on loopback alone, and set up workers quickly.
+    """Have a cluster that is started within be of this machine alone, and quickly there.
 
-    Ray has no public way for either. A node whose address is 127.0.0.1 binds to nothing else, but
-    Ray replaces that one by an address that other machines reach, unless there are to be no others.
-    Its script that sets up workers it knows by a name alone, below a folder that an absolute path
-    replaces (`set_up_worker.py`).
+    Ray has no public way for any of this. A node whose address is 127.0.0.1 binds to nothing else,
+    but Ray replaces that one by an address that other machines reach, unless there are to be no
+    others. Its script that sets up workers it knows by a name alone, below a folder that an
+    absolute path replaces (`set_up_worker.py`). The processes that ask for further machines, and
+    that report what the cluster is used for, each import Ray anew while the lanes start.
     """
     from ray._private import ray_constants as constants
+    from ray._private.node import Node
 
-    before = constants.ENABLE_RAY_CLUSTER, constants.SETUP_WORKER_FILENAME
-    constants.ENABLE_RAY_CLUSTER, constants.SETUP_WORKER_FILENAME = False, str(SET_UP_WORKER)
+    others: list[tuple[Any, str, Any]] = [
+        (constants, "ENABLE_RAY_CLUSTER", False),
+        (constants, "SETUP_WORKER_FILENAME", str(SET_UP_WORKER)),
+        (Node, "start_monitor", _start_nothing),
+        (Node, "start_api_server", _start_nothing),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in others]
+    for owner, name, value in others:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        constants.ENABLE_RAY_CLUSTER, constants.SETUP_WORKER_FILENAME = before
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _start_nothing(*_: Any, **__: Any) -> None:
+    """In place of a method that starts a process."""
 
 
 def _shut_down() -> None:
