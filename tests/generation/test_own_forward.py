@@ -24,7 +24,9 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     JambaConfig,
+    Lfm2Config,
     Llama4TextConfig,
     MambaConfig,
     MixtralConfig,
@@ -229,6 +231,22 @@ def test_what_cannot_be_packed_is_not_trained(config: Any, why: str) -> None:
     with pytest.raises(UserError, match=rf"{why}.*cannot be packed.*{config.model_type}"):
         check_packs(made)
     check_packs(GPT2Config().to_dict())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"]),
+        GraniteMoeHybridConfig(**_SIZES, layer_types=["mamba", "attention"], mamba_n_heads=8),
+    ],
+    ids=["convolution", "state-space"],
+)
+def test_layers_with_a_state_are_not_trained_in_packs(config: Any) -> None:
+    """Such a layer would take a pack for one long row, whatever engine generates."""
+    with pytest.raises(UserError, match=r"not all layers keep keys.*cannot be packed"):
+        check_packs(config.to_dict())
+    config.layer_types = ["full_attention" if isinstance(config, Lfm2Config) else "attention"] * 2
+    check_packs(config.to_dict())
 
 
 def test_all_kinds_with_sinks_are_known() -> None:

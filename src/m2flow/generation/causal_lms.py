@@ -32,7 +32,10 @@ NOT_PACKED = {
 
 
 def check_packs(config: Mapping[str, Any]) -> None:
-    """Refuse a causal language model whose attention `packed_attention` cannot replace.
+    """Refuse a causal language model that would take a pack for one long row.
+
+    Of such a model `packed_attention` cannot replace the attention, or a layer carries a state from
+    token to token.
 
     Args:
         config: the content of a `config.json`.
@@ -55,6 +58,8 @@ def check_packs(config: Mapping[str, Any]) -> None:
     why = NOT_PACKED.get(str(kind))
     if not model._supports_attention_backend:
         why = "its attention cannot be replaced"
+    elif why is None and _other_layers(configuration_of(config)):
+        why = "not all layers keep keys and values of each token, and nothing else"
     if why is not None:
         raise UserError(
             f"{why}, so prompts and answers cannot be packed: it generates, and is not trained",
@@ -73,7 +78,7 @@ def check_causal_lm(config: Mapping[str, Any]) -> None:
     Raises:
         UserError: names the key of the configuration, and what would do.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = config.get("model_type")
     if config.get("is_encoder_decoder"):
@@ -99,8 +104,7 @@ def check_causal_lm(config: Mapping[str, Any]) -> None:
             value=kind,
             expected="its text model in a folder of its own, such as gemma3_text of gemma3",
         )
-    types = {type(layer).__name__ for layer in DynamicCache(config=made).layers}
-    if model._is_stateful or types - CACHE_LAYERS:
+    if model._is_stateful or _other_layers(made):
         raise UserError(
             "layers keep a state, and not keys and values of each token, so requests of different "
             "lengths cannot share a batch",
@@ -117,6 +121,13 @@ def check_causal_lm(config: Mapping[str, Any]) -> None:
             expected="full_attention or sliding_attention",
             hint=OTHER_ENGINE,
         )
+
+
+def _other_layers(config: Any) -> set[str]:
+    """What the cache of a `transformers` configuration has beside `CACHE_LAYERS`."""
+    from transformers import DynamicCache
+
+    return {type(layer).__name__ for layer in DynamicCache(config=config).layers} - CACHE_LAYERS
 
 
 def configuration_of(config: Mapping[str, Any]) -> Any:
