@@ -86,7 +86,7 @@ def leave_one_out_advantages(
     advantages_B = group_advantages(rewards_B, group_size, False, judged_B)
     judged_B = torch.ones_like(rewards_B, dtype=torch.bool) if judged_B is None else judged_B
     count_N = judged_B.view(-1, group_size).sum(dim=1)
-    factor_N = count_N / (count_N - 1).clamp(min=1)
+    factor_N = count_N.to(torch.float64) / (count_N - 1).clamp(min=1)
     return advantages_B * factor_N.repeat_interleave(group_size).to(advantages_B.dtype)
 
 
