@@ -237,6 +237,39 @@ def test_every_plan_gives_the_eager_result(
     assert len(set(states)) == 1, "the replicas of the learner have different weights"
 
 
+class Counting(Worker):
+    """Its `load` says nothing to that of `Worker`."""
+
+    def load(self, place: m2flow.Place) -> None:
+        self.count = 0
+
+    @stage(accumulates=True)
+    def count_items(self, batch: Batch) -> None:
+        self.count += len(batch)
+
+    @count_items.finish
+    def count_finish(self) -> dict[str, float]:
+        count = torch.tensor([self.count])
+        self.place.all_reduce([count])
+        return {"count": float(count), "lanes": float(self.place.size)}
+
+
+class CountingFlow(Flow):
+    counting: Counting
+
+    def step(self, items: Stream) -> Stream:
+        return self.counting.count_items(items)
+
+
+def test_a_worker_knows_its_place_whatever_its_load_does(pool: LanePool) -> None:
+    flow = CountingFlow(counting=Counting())
+    with m2flow.launch(flow, items_per_step=ITEMS, mode="collocated", lanes=pool) as run:
+        assert run.step(prompts(0)).metrics == {"count": ITEMS, "lanes": 2.0}
+    with m2flow.launch(flow, items_per_step=ITEMS, num_threads=3) as run:
+        assert run.step(prompts(0)).metrics == {"count": ITEMS, "lanes": 1.0}
+        assert flow.counting.place.num_threads == 3
+
+
 def test_a_run_may_bring_its_lanes_with_it(eager: list[StepResult]) -> None:
     """They are started for it, and end with it."""
     with m2flow.launch(

@@ -146,6 +146,7 @@ class Worker:
     """Base class of stateful components; see the module docstring for the contract."""
 
     place: Place = Place()
+    """Where it stands; set before `load` is called."""
 
     isolation: Isolation | None = None
     """Set by a worker that must have a process of its own, such as a simulator that may crash."""
@@ -169,7 +170,7 @@ class Worker:
 
     def load(self, place: Place) -> None:
         """Bring up what is heavy (model, simulator, connections). Called once on each lane."""
-        self.place = place
+        self.place = place  # of a worker that is loaded by hand
 
     def take_note(self) -> str:
         """What people should know of the `finish` that has just returned, once; "" for nothing."""

@@ -107,6 +107,7 @@ class InlineCarrier:
         self._watch = CallWatch(plan.deadline_seconds)
 
     def _load(self, name: str, worker: Worker, place: Place) -> None:
+        worker.place = place  # a `load` need not call that of `Worker`
         worker.load(place)
         self._host.workers = {**self._host.workers, name: worker}
         self._host.versions[name] = place.version

@@ -87,8 +87,9 @@ class Loader:
     def _loaded(self, name: str, placed: Placed, order: Load, host: LaneHost) -> Worker:
         worker: Worker = pickle.loads(placed.worker)
         place = self._context.place(placed, order.version)
+        worker.place = replace(place, memory_bytes=order.memory_bytes)
         try:
-            worker.load(replace(place, memory_bytes=order.memory_bytes))
+            worker.load(worker.place)
         except BaseException as error:
             name_residents(error, place.lane, f"{name}.load", host.workers, host.away)
             raise
