@@ -646,6 +646,21 @@ def test_what_a_run_does_not_have_is_named() -> None:
         start(training(), 2, also={"step": 8})
 
 
+def test_a_run_that_was_closed_says_so() -> None:
+    run = start(training(), 2, also={"evaluate": 3})
+    assert run.step(prompts(2)).step == 0
+    run.close()
+    run.close()
+    for use in (
+        lambda: run.step(prompts(2)),
+        lambda: run.run_method("evaluate", prompts(3)),
+        lambda: run.worker_call("learner", "weights"),
+        lambda: run.worker_call_everywhere("learner", "weights"),
+    ):
+        with pytest.raises(UserError, match="^run: is closed; launch the flow again$"):
+            use()
+
+
 class Fussy(Worker):
     """Raises where it is told to; says what was done to it."""
 

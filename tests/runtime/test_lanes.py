@@ -300,6 +300,36 @@ def test_a_step_may_run_on_the_weights_before_the_last(pool: LanePool) -> None:
     assert results[0].staleness == 0
 
 
+def test_a_run_whose_lanes_were_given_to_another_has_ended(pool: LanePool) -> None:
+    """It went on with the workers of the later one."""
+    first, second = (
+        m2flow.launch(training(), items_per_step=ITEMS, mode="collocated", lanes=pool)
+        for _ in range(2)
+    )
+    assert second.step(prompts(0)).step == 0
+    ended = "^run: has ended, since another was launched on its lanes; launch the flow again$"
+    for use in (
+        lambda: first.step(prompts(0)),
+        lambda: first.worker_call("learner", "state"),
+        lambda: first.replan(first.plan),
+    ):
+        with pytest.raises(UserError, match=ended):
+            use()
+    assert second.step(prompts(1)).step == 1
+    with pytest.raises(BadItemError, match="no model here"):
+        flow = NoLoadFlow(worker=NoLoad())
+        m2flow.launch(flow, items_per_step=ITEMS, mode="collocated", lanes=pool)
+    with pytest.raises(UserError, match=ended):
+        second.step(prompts(2))
+
+
+def test_no_run_is_launched_on_lanes_that_were_closed() -> None:
+    with LanePool(lanes(1)) as closed:
+        pass
+    with pytest.raises(RunFailed, match="on these lanes any more: they were closed$"):
+        m2flow.launch(training(), items_per_step=ITEMS, mode="collocated", lanes=closed)
+
+
 # --- faults ---------------------------------------------------------------------------------------
 
 

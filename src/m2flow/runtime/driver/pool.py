@@ -115,6 +115,7 @@ class LanePool:
         num_worlds: how often lanes have met that had not met before.
         keeper: position of the lane that keeps their store.
         uses_groups: whether the present run needs process groups.
+        run: whose workers the lanes hold; None where nobody's.
 
     Raises:
         UserError: the cluster has no room for the lanes, or a number is none or out of bounds.
@@ -166,6 +167,7 @@ class LanePool:
         self.world: tuple[int, ...] = ()
         self.num_worlds = self.keeper = 0
         self.uses_groups = False
+        self.run: object | None = None
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
@@ -530,6 +532,7 @@ class LanePool:
         Args:
             seconds: longest to wait for lanes that are busy before they are ended.
         """
+        self.spoil("they were closed")
         for lane in self._lines:
             self.send(lane, Close())
         self.processes.wait(seconds)

@@ -46,8 +46,9 @@ class Run(FlowThatRecovers):
 
         Raises:
             RunFailed: the run stopped; the first cause is chained.
-            UserError: a stage or a batch was wrong.
+            UserError: a stage or a batch was wrong, or the run has ended.
         """
+        self._check_here()
         source = iter(batches)
         self._recovery.forget_open()
         while True:
@@ -230,9 +231,10 @@ class Run(FlowThatRecovers):
         """Run another traced method of the flow, such as "evaluate", between steps.
 
         Raises:
-            UserError: `launch` was not told of the method; or steps are in flight, whose results
-                have not been taken.
+            UserError: `launch` was not told of the method; the run has ended; or steps are in
+                flight, whose results have not been taken.
         """
+        self._check_here()
         if name not in self._runners:
             raise UserError(
                 "is no method that was launched",
@@ -253,8 +255,8 @@ class Run(FlowThatRecovers):
         Under a limit of memory the worker is brought in before.
 
         Raises:
-            UserError: there is no such worker; or there is a limit, and steps are in flight, whose
-                results have not been taken.
+            UserError: there is no such worker; the run has ended; or there is a limit, and steps
+                are in flight, whose results have not been taken.
         """
         self._check_worker(worker)
 
@@ -279,6 +281,7 @@ class Run(FlowThatRecovers):
         return self._lasting(call)
 
     def _check_worker(self, worker: str) -> None:
+        self._check_here()
         if worker not in self._workers:
             hint = suggestion(worker, self._workers)
             raise UserError("is no worker of this run", key=worker, hint=hint)

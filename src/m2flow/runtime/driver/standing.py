@@ -85,7 +85,9 @@ class FlowOnLanes:
     ) -> None:
         self.graph, self.load_seconds = methods.graphs[STEP], load_seconds
         self._methods, self._workers, self._pool = methods, workers, pool
-        self._owns_pool = owns_pool
+        self._owns_pool, self._closed = owns_pool, False
+        if pool is not None:
+            pool.run = self
         self._load_deadline, self._supervision = load_deadline_seconds, supervision
         self._losses = list(losses)
         self.may_heal: Callable[[], bool] = lambda: True
@@ -193,6 +195,17 @@ class FlowOnLanes:
             for move in self._residency.bring(workers, lane):
                 self._carrier.carry_out(STEP, move)
 
+    def _check_here(self) -> None:
+        """Refuse to go on where the workers are no longer this run's.
+
+        Raises:
+            UserError: the run is closed, or another one was launched on its lanes.
+        """
+        if self._closed or (self._pool is not None and self._pool.run is not self):
+            later = "has ended, since another was launched on its lanes"
+            why = "is closed" if self._closed else later
+            raise UserError(why, key="run", hint="launch the flow again")
+
     def _check_idle(self, key: str) -> None:
         if any(runner.busy for runner in self._runners.values()):
             raise UserError(
@@ -211,8 +224,9 @@ class FlowOnLanes:
             plan: for the lanes of this run.
 
         Raises:
-            UserError: steps are in flight; this run has one process; the plan is for other lanes;
-                or a worker would have to move that is trained and cannot save its state.
+            UserError: the run has ended; steps are in flight; this run has one process; the plan is
+                for other lanes; or a worker would have to move that is trained and cannot save its
+                state.
             PlanError: the plan does not fit.
             NotLoaded: a worker could not be brought up, or the states of all do not fit; what it
                 raised is chained. The run stands as it did.
@@ -220,6 +234,7 @@ class FlowOnLanes:
                 again, or lanes wait within a collective for the one that has failed.
             RunFailed: a lane was lost, or did not answer.
         """
+        self._check_here()
         return self._replanned(plan, falls_back=True)
 
     def _replanned(self, plan: Plan, *, falls_back: bool) -> Replanned:
@@ -403,6 +418,7 @@ class FlowOnLanes:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._closed = True
         gc.unfreeze()
         self._carrier.close()
         if self._pool is not None and self._owns_pool:
