@@ -657,7 +657,7 @@ def test_a_run_that_was_closed_says_so() -> None:
         lambda: run.worker_call("learner", "weights"),
         lambda: run.worker_call_everywhere("learner", "weights"),
     ):
-        with pytest.raises(UserError, match="^run: is closed; launch the flow again$"):
+        with pytest.raises(UserError, match=r"^run: is closed; launch the flow again$"):
             use()
 
 
@@ -850,6 +850,45 @@ def test_a_step_of_another_number_of_items_is_refused() -> None:
         with pytest.raises(UserError, match=r"items_per_step: .*\(got 3\); expected 4"):
             run.step(prompts(3))
         assert run.step(prompts(4)).output["y"].tolist() == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("given", [{"x": [1, 2]}, [{"x": 1}, {"x": 2}], None, torch.arange(2)])
+def test_what_is_no_batch_is_refused(given: Any) -> None:
+    """Nothing at all counted as the end of the batches, and a table as one of too few items."""
+    words = rf"^batch: is not a Batch \(got '{type(given).__name__}'\); expected .*Batch\("
+    with start(training(), 2, also={"evaluate": 2}) as run:
+        for use in (
+            lambda: run.step(given),
+            lambda: list(run.steps([given])),
+            lambda: run.run_method("evaluate", given),
+        ):
+            with pytest.raises(UserError, match=words):
+                use()
+        with pytest.raises(UserError, match=r"^batches: is one Batch; .*run\.step"):
+            list(run.steps(prompts(2)))  # type: ignore[arg-type]
+        assert run.step(prompts(2)).step == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("flow", Doubling, r"\(got <class .*Doubling'>\); expected a Flow; .*Doubling\(\.\.\.\)"),
+        ("flow", None, r"\(got 'NoneType'\); expected a Flow"),
+        ("mode", None, "expected a mode, such as 'collocated'"),
+        ("lanes", 2, r"\(got 2\); expected a text such as 'cpu:2', LaneSpecs or a LanePool"),
+        ("lanes", [0, 1], r"\(got 0\); expected a text such as 'cpu:2', LaneSpecs or a LanePool"),
+        ("plan", "plan.json", r"\(got 'plan.json'\); expected .*Plan.*m2flow\.plan\.read_plan"),
+        ("also", ["evaluate"], r"\(got 'list'\); expected .*a number of items for each method"),
+        ("layouts", {"double": "tp2"}, r"\.double: .*\(got 'tp2'\); expected a Layout"),
+        ("layouts", "tp2", r"\(got 'tp2'\); expected a Layout for each worker"),
+        ("auto", True, r"\(got True\); expected an m2flow.Auto"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused(key: str, value: Any, words: str) -> None:
+    given: dict[str, Any] = {"flow": Doubling(), "items_per_step": 4, "mode": "collocated"}
+    given |= {"lanes": "cpu:1"} | {key: value}
+    with pytest.raises(UserError, match=rf"^{key}.*{words}"):
+        m2flow.launch(**given)
 
 
 @pytest.mark.parametrize("count", [0, -1, "4", None])

@@ -316,8 +316,8 @@ def test_a_run_whose_lanes_were_given_to_another_has_ended(pool: LanePool) -> No
         with pytest.raises(UserError, match=ended):
             use()
     assert second.step(prompts(1)).step == 1
+    flow = NoLoadFlow(worker=NoLoad())
     with pytest.raises(BadItemError, match="no model here"):
-        flow = NoLoadFlow(worker=NoLoad())
         m2flow.launch(flow, items_per_step=ITEMS, mode="collocated", lanes=pool)
     with pytest.raises(UserError, match=ended):
         second.step(prompts(2))
@@ -326,7 +326,7 @@ def test_a_run_whose_lanes_were_given_to_another_has_ended(pool: LanePool) -> No
 def test_no_run_is_launched_on_lanes_that_were_closed() -> None:
     with LanePool(lanes(1)) as closed:
         pass
-    with pytest.raises(RunFailed, match="on these lanes any more: they were closed$"):
+    with pytest.raises(RunFailed, match=r"on these lanes any more: they were closed$"):
         m2flow.launch(training(), items_per_step=ITEMS, mode="collocated", lanes=closed)
 
 

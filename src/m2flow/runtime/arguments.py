@@ -1,4 +1,4 @@
-"""Numbers that a caller gives, refused in one line where they are none or out of bounds."""
+"""What a caller gives, refused in one line where it is of another kind, or out of bounds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,29 @@ from typing import SupportsFloat
 
 from m2flow.engine.plan import LONGEST_DEADLINE
 from m2flow.errors import UserError
+
+
+def check_kind(
+    key: str,
+    value: object,
+    kind: type | tuple[type, ...],
+    expected: str,
+    hint: str | None = None,
+) -> None:
+    """Refuse what is of another kind.
+
+    Raises:
+        UserError: it is; names the value where that is short, and else its type.
+    """
+    if not isinstance(value, kind):
+        short = isinstance(value, str | int | float | type)
+        raise UserError(
+            "is of the wrong type",
+            key=key,
+            value=value if short else type(value).__name__,
+            expected=expected,
+            hint=hint,
+        )
 
 
 def check_count(key: str, count: object, least: int = 1) -> None:

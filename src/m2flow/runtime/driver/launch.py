@@ -17,7 +17,7 @@ from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.flow.flow import Flow
 from m2flow.flow.worker import Layout
 from m2flow.plan import build_plan
-from m2flow.runtime.arguments import check_count, check_seconds
+from m2flow.runtime.arguments import check_count, check_kind, check_seconds
 from m2flow.runtime.driver.auto import AUTO, GUESSES, Auto
 from m2flow.runtime.driver.methods import STEP, Methods
 from m2flow.runtime.driver.run import Run
@@ -92,6 +92,14 @@ def launch(
             unless what is wrong is that the workers' states do not fit: that is known once they
             are loaded.
     """
+    check_kind("mode", mode, str, "a mode, such as 'collocated'")
+    check_kind("auto", auto, Auto, "an m2flow.Auto")
+    check_kind("layouts", layouts, Mapping, "a Layout for each worker")
+    for worker, layout in layouts.items():
+        check_kind(f"layouts.{worker}", layout, Layout, "a Layout")
+    if plan is not None:
+        read = "m2flow.plan.read_plan(path) reads a file"
+        check_kind("plan", plan, Plan, "an m2flow.plan.Plan", read)
     methods = methods_of(flow, items_per_step, also)
     check_count("first_step", first_step, least=0)
     check_count("lane_restarts", lane_restarts, least=0)

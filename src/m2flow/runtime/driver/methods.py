@@ -70,8 +70,9 @@ class Methods:
         """A batch of the step.
 
         Raises:
-            UserError: it has another number of items than was planned for.
+            UserError: it is none, or has another number of items than was planned for.
         """
+        check_batch(batch)
         if len(batch) != self.num_items[STEP]:
             raise UserError(
                 "the step was planned for another number of items",
@@ -117,6 +118,21 @@ class Methods:
                     hint="let each replica be a single lane; a worker that divides its model over "
                     "a gang says so by `collective = True`",
                 )
+
+
+def check_batch(batch: object) -> None:
+    """Refuse to run a step on what is no Batch.
+
+    Raises:
+        UserError: it is none.
+    """
+    if not isinstance(batch, Batch):
+        raise UserError(
+            "is not a Batch",
+            key="batch",
+            value=type(batch).__name__,
+            expected="items by column: Batch({name: column, ...})",
+        )
 
 
 def check_lanes(plan: Plan, pool: LanePool) -> None:

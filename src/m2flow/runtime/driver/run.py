@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from m2flow.errors import NoPlanStands, NotLoaded, RunFailed, Stalled, UserError, suggestion
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
-from m2flow.runtime.driver.methods import STEP
+from m2flow.runtime.driver.methods import STEP, check_batch
 from m2flow.runtime.driver.recovering import FlowThatRecovers
 from m2flow.runtime.driver.recovery import BACK, LOST
 from m2flow.runtime.driver.runner import StepResult
@@ -19,6 +19,10 @@ from m2flow.runtime.lane.exhausted import is_exhaustion
 if TYPE_CHECKING:  # the planner is imported where a plan is chosen
     from m2flow.engine.plan import Plan
     from m2flow.runtime.driver.pilot import Pilot
+
+
+_END = Batch({})
+"""Stands for the end of the batches."""
 
 
 class Run(FlowThatRecovers):
@@ -49,6 +53,8 @@ class Run(FlowThatRecovers):
             UserError: a stage or a batch was wrong, or the run has ended.
         """
         self._check_here()
+        if isinstance(batches, Batch):
+            raise UserError("is one Batch", key="batches", hint="run.step(batch) runs one step")
         source = iter(batches)
         self._recovery.forget_open()
         while True:
@@ -80,8 +86,8 @@ class Run(FlowThatRecovers):
                     self._recovery.pause()
                     return
                 self._begin_snapshot()
-            batch = next(batches, None)
-            if batch is None:
+            batch = next(batches, _END)
+            if batch is _END:
                 self._exhausted = True
                 return
             self._recovery.feed(self._methods.checked(batch))
@@ -231,10 +237,11 @@ class Run(FlowThatRecovers):
         """Run another traced method of the flow, such as "evaluate", between steps.
 
         Raises:
-            UserError: `launch` was not told of the method; the run has ended; or steps are in
-                flight, whose results have not been taken.
+            UserError: `launch` was not told of the method; the batch is none; the run has ended; or
+                steps are in flight, whose results have not been taken.
         """
         self._check_here()
+        check_batch(batch)
         if name not in self._runners:
             raise UserError(
                 "is no method that was launched",

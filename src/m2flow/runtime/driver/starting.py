@@ -14,7 +14,7 @@ from m2flow.errors import PlanError, RunFailed, UserError
 from m2flow.flow.flow import Flow
 from m2flow.flow.worker import Isolation
 from m2flow.plan import isolated_workers, parse_lanes, with_memory
-from m2flow.runtime.arguments import check_count
+from m2flow.runtime.arguments import check_count, check_kind
 from m2flow.runtime.driver.inline import InlineCarrier
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
 from m2flow.runtime.driver.recovery import LaneLoss
@@ -41,8 +41,11 @@ def methods_of(
     """What a run of a flow can do; `also` as for `launch`.
 
     Raises:
-        UserError: `also` names the step, or a number of items is none.
+        UserError: the flow is none, `also` names the step, or a number of items is none.
     """
+    make = f"make one: {flow.__name__}(...)" if isinstance(flow, type) else None
+    check_kind("flow", flow, Flow, "a Flow", make)
+    check_kind("also", also, Mapping, "a number of items for each method")
     check_count("items_per_step", items_per_step)
     for method, count in also.items():
         check_count(f"also.{method}", count)
@@ -91,12 +94,20 @@ def in_this_process(
 def specs_of(
     lanes: str | Sequence[LaneSpec] | LanePool, lane_memory: int | None = None
 ) -> Sequence[LaneSpec]:
-    """Lanes that are asked for, or those of a pool; with a limit of memory, if one is given."""
+    """Lanes that are asked for, or those of a pool; with a limit of memory, if one is given.
+
+    Raises:
+        UserError: they are neither, or are not there.
+    """
     specs: Sequence[LaneSpec]
+    expected = "a text such as 'cpu:2', LaneSpecs or a LanePool"
     if isinstance(lanes, str):
         specs = parse_lanes(lanes)
     else:
         specs = lanes.lanes if hasattr(lanes, "lanes") else lanes
+        check_kind("lanes", specs, Sequence, expected)
+        for lane in specs:
+            check_kind("lanes", lane, LaneSpec, expected)
     if lane_memory is None:
         return specs
     return with_memory(specs, lane_memory)
