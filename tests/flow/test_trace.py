@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +27,8 @@ class Model(Worker):
         return a
 
     @stage(expands="n")
-    def sample(self, b: Batch) -> Batch:
-        return b.repeat(self.n)
+    def sample(self, b: Batch, n: int | None = None) -> Batch:
+        return b.repeat(n or self.n)
 
     @stage(expands="half")
     def sample_half(self, b: Batch) -> Batch:
@@ -379,6 +381,49 @@ def test_a_stream_given_by_keyword_alone_is_not_passed_through() -> None:
     assert (
         refused(lambda self, x: clean(b=x)) == "clean: keyword 'b' is a Stream; pass it by position"
     )
+
+
+@stage
+def scaled(b: Batch, /, *, scale: float, shift: float = 0.0) -> Batch:
+    return b
+
+
+def doubled(function: Callable[..., Batch]) -> Callable[..., Batch]:
+    """A decorator whose function takes more than the one that it decorates."""
+
+    @functools.wraps(function)
+    def called(b: Batch, times: int = 2) -> Batch:
+        return function(b)
+
+    return called
+
+
+@stage
+@doubled
+def decorated(b: Batch) -> Batch:
+    return b
+
+
+CALLS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "too few": (lambda self, x: self.model.merge(x), "model.merge: .*'b'"),
+    "too many": (lambda self, x: clean(x, clean(x)), "clean: .*too many positional arguments"),
+    "unknown": (lambda self, x: clean(x, scale=2), "clean: .*unexpected keyword argument 'scale'"),
+    "left out": (lambda self, x: scaled(x, shift=2.0), "scaled: .*'scale'"),
+    "in a loop": (lambda self, x: loop(self.model.merge)(x), "model.merge: .*'b'"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_the_stage_does_not_take_is_refused(call: str) -> None:
+    """A lane raised a TypeError, in the middle of a step."""
+    step, words = CALLS[call]
+    message = refused(step)
+    assert re.match(f"{words}; streams go by position, and constants by keyword$", message), message
+
+
+def test_a_call_that_the_stage_takes_is_traced() -> None:
+    graph = traced(lambda self, x: decorated(scaled(x, scale=2.0), times=3))
+    assert [dict(node.options) for node in graph.nodes] == [{"scale": 2.0}, {"times": 3}]
 
 
 LOOKS = {

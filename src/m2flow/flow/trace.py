@@ -6,6 +6,7 @@ ordinary code as long as it does not look at a Stream's content; where it does, 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -110,9 +111,26 @@ class Recording:
         return self.label(self.calls[stream.producer].stage)
 
     def add(self, stage: TracedStage, inputs: list[int | None], options: dict[str, Any]) -> int:
-        self.label(stage)  # refuses a stranger's worker at the call that names it
+        name = self.label(stage)  # refuses a stranger's worker at the call that names it
+        _check_taken(name, stage, len(inputs), options)
         self.calls.append(CallRecord(stage, inputs, options))
         return len(self.calls) - 1
+
+
+def _check_taken(name: str, stage: TracedStage, streams: int, options: dict[str, Any]) -> None:
+    """Refuse a call with other arguments than the stage's function takes."""
+    function = stage.stage.function
+    itself = 0 if stage.owner is None else 1
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+        signature.bind(*[None] * (itself + streams), **options)
+    except TypeError as error:
+        raise FlowError(
+            f"cannot be called with {streams} {'stream' if streams == 1 else 'streams'} and "
+            f"{', '.join(options) or 'no constants'}: {error}",
+            key=name,
+            hint="streams go by position, and constants by keyword",
+        ) from None
 
 
 _current: ContextVar[Recording | None] = ContextVar("m2flow_trace", default=None)
