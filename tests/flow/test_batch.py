@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import itertools
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -159,7 +161,14 @@ def test_a_column_of_the_wrong_length_is_named() -> None:
             batch.with_columns(reward=wrong)
 
 
-@pytest.mark.parametrize("wrong", [1.0, None, "abc", b"abc", {"a": 1, "b": 2, "c": 3}])
+NO_COLUMNS = [
+    1.0, None, "abc", b"abc", {"a": 1, "b": 2, "c": 3}, {1, 2, 3}, deque([1, 2, 3]),
+    {1: 1, 2: 2, 3: 3}.keys(), bytearray(b"abc"), array.array("i", [1, 2, 3]), iter([1, 2, 3]),
+]  # fmt: skip
+"""The later ones have a length, and cannot be cut by positions."""
+
+
+@pytest.mark.parametrize("wrong", NO_COLUMNS, ids=lambda wrong: type(wrong).__name__)
 def test_what_is_no_column_is_named(wrong: object) -> None:
     batch = Batch({"x": [1, 2, 3]})
     with pytest.raises(UserError, match=r"^reward: is not a column"):
@@ -175,6 +184,49 @@ def test_a_column_that_is_not_there() -> None:
         Batch({"reward": [1], "text": ["a"]})["rewards"]
     with pytest.raises(UserError, match=r"^z: no such column"):
         Batch({"reward": [1]}).only("z")
+
+
+def test_items_are_read_by_row_and_columns_by_name() -> None:
+    """Going through a Batch by position was a TypeError of the search for like names."""
+    batch = Batch({"x": [1, 2]})
+    for use in (lambda: batch[0], lambda: list(batch), lambda: batch[1:]):  # type: ignore[call-overload]
+        with pytest.raises(UserError, match=r"^Batch: columns have names .*batch\.row\(i\)"):
+            use()
+    for rows in ([{"x": 1, "y": 2}, {"x": 3, "y": 4}], [1, 2], torch.ones(2), None):
+        with pytest.raises(UserError, match=r"^Batch: takes columns by name .*\{name: column"):
+            Batch(rows)  # type: ignore[arg-type]
+
+
+def test_truth_values_are_no_positions() -> None:
+    """They were taken for rows 0 and 1, without a word."""
+    batch = Batch({"l": [1, 2, 3], "t": torch.arange(3), "r": Ragged(torch.arange(3), [1, 1, 1])})
+    mask = [True, False, True]
+    for rows in (mask, tuple(mask), np.array(mask), torch.tensor(mask), [np.True_, np.False_]):
+        with pytest.raises(UserError, match=r"^rows: are positions, and not truth values; .*range"):
+            batch.select(rows)  # type: ignore[arg-type]
+    for rows in ([2, 0], np.array([2, 0]), torch.tensor([2, 0]), range(2, -1, -2)):
+        picked = batch.select(rows)  # type: ignore[arg-type]
+        assert (picked.ids, picked["l"]) == ((2, 0), [3, 1])
+        assert picked["t"].tolist() == [2, 0]
+        assert picked["r"].values.tolist() == [2, 0]
+
+
+def test_ids_of_a_tensor_are_numbers() -> None:
+    """Tensors are equal to no number in a set: a stage had `returned items it was not given`."""
+    for ids in (torch.tensor([3, 4]), np.array([3, 4])):
+        batch = Batch({"x": [1, 2]}, ids)
+        assert {type(item) for item in batch.ids} == {int}
+        assert batch.take([4])["x"] == [2]
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class that belongs to neither library."""
+
+
+def test_a_tensor_of_a_class_of_ones_own_joins() -> None:
+    marked = torch.ones(2).as_subclass(Marked)  # type: ignore[arg-type]
+    joined = Batch.concat([Batch({"x": marked}), Batch({"x": torch.zeros(1)})])
+    assert joined["x"].tolist() == [1, 1, 0]
 
 
 def test_batches_with_different_columns_do_not_join() -> None:
@@ -225,6 +277,18 @@ def test_ragged_against_lists(rows: list[list[int]], data: Any) -> None:
 def test_ragged_lengths_must_add_up() -> None:
     with pytest.raises(UserError, match=r"lengths must add up .*\(got \(3, 4\)\)"):
         Ragged(torch.zeros(4), [1, 2])
+
+
+def test_a_ragged_column_is_made_of_tensors() -> None:
+    for make in (lambda: Ragged([1, 2, 3], [1, 2]), lambda: Ragged.from_rows([[1], [2, 3]])):
+        with pytest.raises(UserError, match=r"^Ragged: .*\(got 'list'\); expected .*tensor"):
+            make()
+    with pytest.raises(UserError, match=r"^Ragged: .*at least one row.*Ragged\(values\[:0\]"):
+        Ragged.from_rows([])
+    for lengths in (torch.tensor([1, 2]), np.array([1, 2])):
+        ragged = Ragged(torch.arange(3), lengths)
+        assert ragged.lengths == (1, 2)
+        assert {type(length) for length in ragged.lengths} == {int}
 
 
 def test_ragged_rows_of_matrices() -> None:

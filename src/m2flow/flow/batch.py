@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -30,13 +31,17 @@ class Ragged:
     Args:
         values: tensor of shape [sum(lengths), ...].
         lengths: the number of entries of each row.
+
+    Raises:
+        UserError: the values are no tensor, or are not as many as the lengths say.
     """
 
     __slots__ = ("lengths", "values")
 
     def __init__(self, values: Tensor, lengths: Sequence[int]) -> None:
+        _check_tensor(values)
         self.values = values
-        self.lengths = tuple(lengths)
+        self.lengths = tuple(_listed(lengths))
         if len(values) != sum(self.lengths):
             raise UserError(
                 "a ragged column's lengths must add up to its number of values",
@@ -45,7 +50,18 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor]) -> Ragged:
-        """Join rows (tensors that agree in all but the first dimension); at least one row."""
+        """Join rows (tensors that agree in all but the first dimension); at least one row.
+
+        Raises:
+            UserError: there is none, or the first is no tensor.
+        """
+        if not len(rows):
+            raise UserError(
+                "needs at least one row to know what they are",
+                key="Ragged",
+                hint="Ragged(values[:0], []) has none",
+            )
+        _check_tensor(rows[0])
         return cls(_concatenate(list(rows)), [len(row) for row in rows])
 
     def __len__(self) -> int:
@@ -100,16 +116,26 @@ class Batch:
     Args:
         columns: name to column; every column has one entry per item.
         ids: the items' indices within the step; 0, 1, 2, ... when left out.
+
+    Raises:
+        UserError: a column is none, or has more or fewer entries than there are items.
     """
 
     __slots__ = ("columns", "ids")
 
     def __init__(self, columns: Mapping[str, Column], ids: Iterable[int] | None = None) -> None:
+        if not isinstance(columns, Mapping):
+            raise UserError(
+                "takes columns by name",
+                key="Batch",
+                value=type(columns).__name__,
+                expected="{name: column, ...}, each with one entry per item",
+            )
         self.columns: dict[str, Column] = dict(columns)
         lengths = {name: _length(name, column) for name, column in self.columns.items()}
         if ids is None:
             ids = range(next(iter(lengths.values()), 0))
-        self.ids: tuple[int, ...] = tuple(ids)
+        self.ids: tuple[int, ...] = tuple(_listed(ids))
         for name, length in lengths.items():
             if length != len(self.ids):
                 raise UserError(
@@ -128,7 +154,14 @@ class Batch:
     def __getitem__(self, name: str) -> Column:
         try:
             return self.columns[name]
-        except KeyError:
+        except (KeyError, TypeError):  # a slice has no hash
+            if not isinstance(name, str):
+                raise UserError(
+                    "columns have names",
+                    key="Batch",
+                    value=type(name).__name__,
+                    hint="batch.row(i) is an item, and batch.select(rows) are some",
+                ) from None
             raise UserError(
                 "no such column", key=name, hint=suggestion(name, self.columns)
             ) from None
@@ -155,8 +188,18 @@ class Batch:
         return made
 
     def select(self, rows: Sequence[int]) -> Batch:
-        """The items at these row positions, in this order."""
-        rows = list(rows)
+        """The items at these row positions, in this order.
+
+        Raises:
+            UserError: they are truth values.
+        """
+        rows = _listed(rows)
+        if rows and type(rows[0]).__name__ in ("bool", "bool_"):
+            raise UserError(
+                "are positions, and not truth values",
+                key="rows",
+                hint="select([i for i in range(len(mask)) if mask[i]])",
+            )
         if len(rows) == len(self) and rows == list(range(len(self))):
             return self
         picked = {name: _select(column, rows) for name, column in self.columns.items()}
@@ -207,12 +250,12 @@ class Batch:
 
 def _length(name: str, column: Column) -> int:
     """Entries of a column; a number, a text or a tensor of no dimension is none."""
-    shape = getattr(column, "shape", None)
-    if shape:  # a tensor, whose `len` takes ten times as long
-        return int(shape[0])
     try:
-        if isinstance(column, str | bytes | Mapping):
+        if not _kind(column):
             raise TypeError
+        shape = getattr(column, "shape", None)
+        if shape:  # a tensor, whose `len` takes ten times as long
+            return int(shape[0])
         return len(column)
     except TypeError:
         raise UserError(
@@ -221,6 +264,22 @@ def _length(name: str, column: Column) -> int:
             value=type(column).__name__,
             expected="a tensor, a Ragged or a list, with one entry per item",
         ) from None
+
+
+def _check_tensor(values: object) -> None:
+    if _kind(values) not in _LIBRARIES:
+        raise UserError(
+            "holds its rows in one tensor",
+            key="Ragged",
+            value=type(values).__name__,
+            expected="a tensor of torch or NumPy",
+        )
+
+
+def _listed(numbers: Iterable[int]) -> list[int]:
+    """Numbers of Python: those that a tensor of torch holds are equal to none in a set."""
+    tolist = getattr(numbers, "tolist", None)
+    return list(numbers) if tolist is None else list(tolist())
 
 
 def _select(column: Column, rows: list[int]) -> Column:
@@ -248,8 +307,8 @@ def _join(name: str, columns: list[Column]) -> Column:
 
 def _check_kinds(name: str, columns: list[Column]) -> None:
     """Refuse to join lists, Raggeds, and tensors of torch and NumPy with each other."""
-    types = {type(column) for column in columns}
-    kinds = {_kind(one) for one in types} if len(types) > 1 else ()
+    types: set[Any] = {type(column) for column in columns}
+    kinds = {_kind_of_type(one) for one in types} if len(types) > 1 else ()
     if len(kinds) > 1:
         raise UserError(
             "batches to be joined have columns of different kinds",
@@ -259,10 +318,23 @@ def _check_kinds(name: str, columns: list[Column]) -> None:
         )
 
 
-def _kind(column_type: type) -> str:
+_LIBRARIES = ("torch", "numpy")
+
+
+def _kind(column: object) -> str:
+    """`list`, `Ragged`, or the library of a tensor; "" for what is no column."""
+    column_type: Any = type(column)
+    return _kind_of_type(column_type)
+
+
+@cache
+def _kind_of_type(column_type: type) -> str:
     if issubclass(column_type, list | tuple | range):
         return "list"
-    return "Ragged" if issubclass(column_type, Ragged) else column_type.__module__.partition(".")[0]
+    if issubclass(column_type, Ragged):
+        return "Ragged"
+    libraries = (base.__module__.partition(".")[0] for base in column_type.__mro__)
+    return next((library for library in libraries if library in _LIBRARIES), "")
 
 
 def _check_rows(name: str, parts: list[Tensor]) -> None:
@@ -281,8 +353,7 @@ def _check_rows(name: str, parts: list[Tensor]) -> None:
 
 def _concatenate(parts: list[Tensor]) -> Tensor:
     """`torch.concatenate` or `numpy.concatenate`, whichever made the parts."""
-    library = importlib.import_module(type(parts[0]).__module__.partition(".")[0])
-    return library.concatenate(parts)
+    return importlib.import_module(_kind(parts[0])).concatenate(parts)
 
 
 def _nbytes(column: Column) -> int:
