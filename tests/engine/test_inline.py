@@ -284,6 +284,23 @@ def test_a_stage_that_breaks_its_promise_is_named(fault: str, words: list[str]) 
         assert word in line
 
 
+@stage(expands=2)
+def side_by_side(batch: Batch) -> Batch:
+    return Batch.concat([batch, batch])
+
+
+class SideBySide(Flow):
+    def step(self, items: Stream) -> Stream:
+        return side_by_side(items)
+
+
+def test_items_that_come_twice_are_named() -> None:
+    """The line named none."""
+    line = refusal(SideBySide(), prompts(3))
+    assert line.startswith("side_by_side: returned items twice (got [0, 1, 2])")
+    assert "Batch.repeat" in line
+
+
 def test_a_column_of_the_wrong_length_shows_the_line_of_the_stage() -> None:
     flow = CarelessFlow(careless=Careless("column"))
     with start(flow, 3) as run, pytest.raises(UserError, match="reward") as caught:

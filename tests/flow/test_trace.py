@@ -599,6 +599,38 @@ def test_declarations_that_contradict_each_other(declaration: dict[str, Any], re
     assert str(caught.value).startswith(f"nothing: {reason}")
 
 
+def test_a_declaration_that_there_is_not_is_refused() -> None:
+    with pytest.raises(FlowError, match=r"^stage: .*'streem'; did you mean 'streaming'\?$"):
+        stage(streem=True)(nothing)  # type: ignore[call-overload]
+
+
+def test_a_function_that_returns_no_batch_when_it_is_called_is_refused() -> None:
+    """A stage had `returned a coroutine`, or a generator, once a step ran."""
+
+    async def later(b: Batch) -> Batch:
+        return b
+
+    def pieces(b: Batch) -> Any:
+        yield b
+
+    async def both(b: Batch) -> Any:
+        yield b
+
+    for function in (later, both):
+        with pytest.raises(FlowError, match=r"^(later|both): is a coroutine function.*plain"):
+            stage(function)
+    with pytest.raises(FlowError, match=r"^pieces: is a generator function.*streaming=True.*waits"):
+        stage(pieces)
+    assert stage(streaming=True)(pieces).spec.streaming
+
+
+@pytest.mark.parametrize("name", ["workers", "trace", "step"])
+def test_a_worker_with_the_name_of_something_of_the_flow(name: str) -> None:
+    flow = type("Toy", (Flow,), {"__annotations__": {name: Model}})
+    with pytest.raises(FlowError, match=rf"^Toy\.{name}: .*every Flow has; .*another name"):
+        flow(**{name: Model()})
+
+
 def test_who_fills_a_minibatch_comes_from_a_truth_value_keyword_or_attribute() -> None:
     class Learner(Worker):
         early = True

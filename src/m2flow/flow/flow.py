@@ -32,6 +32,12 @@ class Flow:
                     hint=suggestion(name, declared),
                 )
         for name, kind in declared.items():
+            if hasattr(Flow, name):
+                raise FlowError(
+                    "has the name of something that every Flow has",
+                    key=f"{type(self).__name__}.{name}",
+                    hint="give it another name",
+                )
             if name not in attributes and not hasattr(type(self), name):
                 raise FlowError("is missing", key=f"{type(self).__name__}.{name}")
             value = attributes.get(name, getattr(type(self), name, None))

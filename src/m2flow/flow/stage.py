@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args, overload
 
-from m2flow.errors import FlowError
+from m2flow.errors import FlowError, suggestion
 from m2flow.flow.trace import Stream, record_call
 
 Unit: TypeAlias = Literal["item", "group", "step"]
@@ -185,14 +185,31 @@ def stage(
     begun what goes on elsewhere. Other calls of it may be begun then; they go on in that order.
 
     Raises:
-        FlowError: the declarations contradict each other.
+        FlowError: there is no such declaration, they contradict each other, or the function gives
+            something else than a Batch when it is called.
     """
+    known = [key.name for key in fields(StageSpec) if key.name != "name"]
+    for key in declared:
+        if key not in known:
+            raise FlowError(f"cannot declare {key!r}", key="stage", hint=suggestion(key, known))
 
     def declare(function: Callable[..., Any]) -> Stage:
         spec = StageSpec(function.__name__, **declared)
         _check(spec)
         if spec.waits and not inspect.isgeneratorfunction(function):
             raise FlowError("waits, but is not a generator function", key=spec.name)
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise FlowError(
+                "is a coroutine function, and nobody would await it",
+                key=spec.name,
+                hint="make it a plain one; @stage(waits=True) is for work that goes on elsewhere",
+            )
+        if inspect.isgeneratorfunction(function) and not (spec.streaming or spec.waits):
+            raise FlowError(
+                "is a generator function, and declares neither that it streams nor that it waits",
+                key=spec.name,
+                hint="declare @stage(streaming=True) or @stage(waits=True), or return a Batch",
+            )
         return Stage(function, spec)
 
     return declare if function is None else declare(function)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -484,9 +484,12 @@ def _named(node: StageNode, given: Batch, output: object) -> Batch:
     if sorted(output.ids) == sorted(expected):
         return output
     if output.ids != tuple(range(len(output))):
+        unknown = sorted(set(output.ids) - set(expected))
+        twice = sorted(item for item, times in Counter(output.ids).items() if times > 1)
         raise UserError(
-            "returned items it was not given",
+            f"returned items {'it was not given' if unknown else 'twice'}",
             key=node.name,
-            value=sorted(set(output.ids) - set(expected))[:8],
+            value=(unknown or twice)[:8],
+            hint="keep the ids: make outputs with Batch.repeat, select and take",
         )
     return Batch(output.columns, expected)
