@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import traceback
@@ -10,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -180,6 +182,66 @@ def test_under_a_memory_limit_nothing_is_resident_at_the_start() -> None:
 def test_staleness_is_unknown_where_nothing_is_published() -> None:
     with start(Doubling(), 2) as run:
         assert run.step(prompts(2)).staleness is None
+
+
+class Publishing(Worker):
+    def __init__(self, published: Any) -> None:
+        self.published = published
+
+    @stage(accumulates=True)
+    def train(self, batch: Batch) -> None: ...
+
+    def weights(self) -> Any:
+        return self.published
+
+
+class Using(Worker):
+    @stage
+    def use(self, batch: Batch) -> Batch:
+        return batch
+
+    def install(self, weights: Mapping[str, Any], version: int) -> None: ...
+
+
+class PublishingFlow(Flow):
+    publishing: Worker
+    using: Worker
+
+    def step(self, items: Stream) -> Stream:
+        return self.publishing.train(self.using.use(items))  # type: ignore[attr-defined]
+
+    def sync(self) -> None:
+        self.publishing.publish(self.using)
+
+
+@pytest.mark.parametrize(
+    ("published", "words"),
+    [
+        ({"w": 1.5}, r"gives 'w', which is no tensor \(got 'float'\); expected a torch tensor"),
+        ({"w": np.ones(1)}, r"gives 'w', which is no tensor \(got 'ndarray'\)"),
+        ([torch.ones(1)], r"is no mapping of names to tensors \(got 'list'\)"),
+        (None, r"is no mapping of names to tensors \(got 'NoneType'\)"),
+    ],
+)
+def test_weights_that_no_other_lane_would_get_are_refused(published: Any, words: str) -> None:
+    """Numbers were installed where both workers stood on a lane, and refused elsewhere."""
+    flow = PublishingFlow(publishing=Publishing(published), using=Using())
+    assert re.match(rf"publishing\.weights: {words}", refusal(flow, prompts(2)))
+
+
+def test_weights_that_nobody_gives_or_takes_are_refused_before_the_first_step() -> None:
+    class Mute(Worker):
+        train = Publishing.train
+
+    class Deaf(Worker):
+        use = Using.use
+
+    with pytest.raises(
+        UserError, match=r"^publishing\.weights: .*publishes its weights to using.*define"
+    ):
+        start(PublishingFlow(publishing=Mute(), using=Using()), 2)
+    with pytest.raises(UserError, match=r"^using\.install: .*runs on the weights of publishing"):
+        start(PublishingFlow(publishing=Publishing({}), using=Deaf()), 2)
 
 
 def hand_written(flow: Flow, stages: Mapping[str, StagePlan]) -> Plan:

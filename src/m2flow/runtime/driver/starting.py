@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import PlanError, RunFailed, UserError
 from m2flow.flow.flow import Flow
-from m2flow.flow.worker import Isolation
+from m2flow.flow.graph import FlowGraph
+from m2flow.flow.worker import Isolation, Worker
 from m2flow.plan import isolated_workers, parse_lanes, with_memory
 from m2flow.runtime.arguments import check_count, check_kind
 from m2flow.runtime.driver.inline import InlineCarrier
@@ -41,7 +42,8 @@ def methods_of(
     """What a run of a flow can do; `also` as for `launch`.
 
     Raises:
-        UserError: the flow is none, `also` names the step, or a number of items is none.
+        UserError: the flow is none, `also` names the step, a number of items is none, or weights
+            are published that nobody gives, or takes.
     """
     make = f"make one: {flow.__name__}(...)" if isinstance(flow, type) else None
     check_kind("flow", flow, Flow, "a Flow", make)
@@ -54,8 +56,26 @@ def methods_of(
             "is what a run does anyway", key=f"also.{STEP}", hint="its items are `items_per_step`"
         )
     graphs = {STEP: flow.trace(), **{method: flow.trace(method) for method in also}}
+    _check_published(flow.workers, graphs[STEP])
     collective = frozenset(name for name, worker in flow.workers.items() if worker.collective)
     return Methods(graphs, {STEP: items_per_step, **also}, isolated_workers(flow), collective)
+
+
+def _check_published(workers: Mapping[str, Worker], graph: FlowGraph) -> None:
+    """Refuse weights that a worker does not give, or that another one does not take."""
+    for edge in graph.weight_edges:
+        if type(workers[edge.source]).weights is Worker.weights:
+            raise UserError(
+                f"it publishes its weights to {edge.target}, and does not say what they are",
+                key=f"{edge.source}.weights",
+                hint="define `weights`",
+            )
+        if type(workers[edge.target]).install is Worker.install:
+            raise UserError(
+                f"it runs on the weights of {edge.source}, and does not say how it takes them over",
+                key=f"{edge.target}.install",
+                hint="define `install`",
+            )
 
 
 def run_on(flow: Flow, items_per_step: int, plan: Plan, pool: LanePool) -> Run:

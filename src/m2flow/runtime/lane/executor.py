@@ -359,7 +359,7 @@ class LaneExecutor:
         start = time.time()
         out, sends = self._exchange.weights_out, order.sends
         assert out is not None and sends is not None, "an export for nobody"
-        weights = self._host.workers[command.source].weights()
+        weights, _ = self._host.weights_of(command.source)
         export = out.lay_out(command.source, command.version, weights, sends.oldest)
         published = Published(command.source, export.num_bytes, time.time() - start)
         finished = self._finished(order, command, start, published=published)

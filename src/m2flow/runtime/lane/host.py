@@ -375,8 +375,15 @@ class LaneHost:
         return Report(None, (Span(self.lane, name, "switch", start, self.clock(), facts),))
 
     def weights_of(self, source: str) -> tuple[Mapping[str, Any], int]:
-        """The weights of a worker that stands here, and their bytes."""
+        """The weights of a worker that stands here, and their bytes.
+
+        Raises:
+            UserError: they are no tensors by name.
+        """
+        from m2flow.runtime.weights.manifest import check_weights  # torch comes along
+
         weights = self.workers[source].weights()
+        check_weights(source, weights)
         return weights, sum(getattr(tensor, "nbytes", 0) for tensor in weights.values())
 
 

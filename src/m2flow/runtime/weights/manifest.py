@@ -208,6 +208,31 @@ def wanted_boxes(manifest: TensorManifest, boxes: Mapping[str, Box] | None) -> d
     return wanted
 
 
+def check_weights(worker: str, weights: object) -> None:
+    """Refuse what could not be sent to another lane, wherever it is to be installed.
+
+    Args:
+        worker: who publishes.
+        weights: what its `weights` has returned.
+
+    Raises:
+        ManifestError: it is no mapping of names to tensors.
+    """
+    key = f"{worker}.weights"
+    if not isinstance(weights, Mapping):
+        raise ManifestError(
+            "is no mapping of names to tensors", key=key, value=type(weights).__name__
+        )
+    for name, value in weights.items():
+        if not isinstance(value, Tensor | Shard):
+            raise ManifestError(
+                f"gives {name!r}, which is no tensor",
+                key=key,
+                value=type(value).__name__,
+                expected="a torch tensor, or a m2flow.runtime.weights.Shard of one",
+            )
+
+
 def _held(name: str, value: Any) -> TensorPart:
     tensor: Any = value
     if isinstance(value, Shard):
