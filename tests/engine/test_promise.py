@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 
 import m2flow
@@ -60,9 +61,9 @@ class Policy(Resident):
         assert self.resident
         return batch.with_columns(judged=[(y + self.w) % MODULUS for y in batch["y"]])
 
-    def install(self, weights: Mapping[str, int], version: int) -> None:
+    def install(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         assert self.resident
-        self.w, self.version = weights["w"], version
+        self.w, self.version = int(weights["w"]), version
 
 
 class Learner(Resident):
@@ -99,9 +100,9 @@ class Learner(Resident):
     def value(self, batch: Batch) -> Batch:
         return batch.with_columns(value=[(y * self.w) % MODULUS for y in batch["y"]])
 
-    def weights(self) -> Mapping[str, int]:
+    def weights(self) -> Mapping[str, torch.Tensor]:
         assert self.resident
-        return {"w": self.w}
+        return {"w": torch.tensor(self.w)}
 
 
 @stage(unit="group")

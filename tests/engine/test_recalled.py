@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -73,8 +74,8 @@ class Policy(Worker):
         y = [(y * 3 + self.w) % MODULUS for y in batch["y"]]
         return batch.with_columns(y=y)
 
-    def install(self, weights: Mapping[str, int], version: int) -> None:
-        self.w = weights["w"]
+    def install(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        self.w = int(weights["w"])
 
 
 def rows_of(batch: Batch, count: int) -> list[Batch]:
@@ -118,8 +119,8 @@ class Learner(Worker):
         self.folded = 0
         return {"w": float(self.w)}
 
-    def weights(self) -> Mapping[str, int]:
-        return {"w": self.w}
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {"w": torch.tensor(self.w)}
 
 
 @stage

@@ -52,7 +52,8 @@ class Run(FlowThatRecovers):
             RunFailed: the run stopped; the first cause is chained.
             UserError: a stage or a batch was wrong, or the run has ended.
         """
-        self._check_here()
+        if not self._runners[STEP].stopped:  # which says more
+            self._check_here()
         if isinstance(batches, Batch):
             raise UserError("is one Batch", key="batches", hint="run.step(batch) runs one step")
         source = iter(batches)

@@ -192,7 +192,7 @@ class Runner:
                 been taken, and further steps can be run; or steps of an earlier call are still in
                 flight, because their results have not been taken.
         """
-        if self.engine.failed or (self._broken and self.busy):
+        if self.stopped:
             raise RunFailed("the run has stopped already; launch the flow again")
         if self.busy:
             raise UserError(
@@ -230,6 +230,11 @@ class Runner:
     def busy(self) -> bool:
         """Whether steps are in flight, or results have not been taken."""
         return bool(self._open or self._collecting)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no step can be run any more, since one has failed."""
+        return self.engine.failed or (self._broken and self.busy)
 
     @property
     def num_open(self) -> int:
