@@ -665,6 +665,38 @@ class NoLoadFlow(Flow):
         return self.worker.score(items)
 
 
+class Locked(NoLoad):
+    def __init__(self) -> None:
+        self.tools = {"lock": threading.Lock()}
+
+
+class CallingFlow(Flow):
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def step(self, items: Stream) -> Stream:
+        return self.call(items)
+
+
+def test_what_cannot_be_sent_to_lanes_is_named(pool: LanePool) -> None:
+    """It was a TypeError of pickle that named no worker."""
+    lock = threading.Lock()
+
+    @stage
+    def holding(batch: Batch) -> Batch:
+        with lock:
+            return batch
+
+    line = r"a lane gets a pickled copy.*thread\.lock.*; "
+    for flow, words in (
+        (NoLoadFlow(worker=Locked()), rf"^worker\.tools\['lock'\]: {line}make it in `load`$"),
+        (CallingFlow(holding), rf"^holding: {line}make it in a worker's `load`$"),
+    ):
+        with pytest.raises(UserError, match=words):
+            m2flow.launch(flow, items_per_step=ITEMS, mode="collocated", lanes=pool)
+    launch_fragile("", Path(), pool).close()
+
+
 def test_a_worker_that_cannot_load_says_why(pool: LanePool) -> None:
     plan = Plan("custom", lanes(1), {"worker": Placement(((0,),))})
     with pytest.raises(BadItemError, match="no model here"):

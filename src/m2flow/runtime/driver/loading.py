@@ -13,7 +13,7 @@ from typing import Any
 from ray import cloudpickle
 
 from m2flow.engine.plan import Plan
-from m2flow.errors import RunFailed, Stalled
+from m2flow.errors import RunFailed, Stalled, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Worker, grid_of
@@ -30,6 +30,7 @@ from m2flow.runtime.lane.orders import (
 )
 from m2flow.runtime.transport.groups import STORE, check_private, lane_sets_of
 from m2flow.runtime.transport.peering import PeerLost
+from m2flow.runtime.transport.wire import culprit
 
 SETTLE_SECONDS = 5.0
 """How long to wait for lanes that are still loading when another one has failed to."""
@@ -71,6 +72,7 @@ def load_workers(
         states: what workers are to restore, where the launcher keeps it.
 
     Raises:
+        UserError: a worker cannot be pickled.
         RunFailed: a lane made no progress for so long, or was lost.
         Exception: what a worker raised while it was loaded, the first one in time.
     """
@@ -119,8 +121,10 @@ class LoadOrder:
                 replicas, grid_of(self._spots[name].layout), sums=name in self._sums
             )
         }
-        self._sent = {name: cloudpickle.dumps(workers[name]) for name in self._spots}
-        self._flow = cloudpickle.dumps(dict(graphs))
+        self._sent = {
+            name: _pickled(workers[name], name, "make it in `load`") for name in self._spots
+        }
+        self._flow = _pickled_graphs(graphs)
         self._here: dict[str, State] = {}
         self.number = pool.new_number()
 
@@ -165,6 +169,38 @@ class LoadOrder:
             self._here[name] = exchange.shared(state)
         state = self._here[name] if here else state
         return exchange.wrap(Batch({"state": [state]}), lane, same_node=here)
+
+
+def _pickled(value: object, name: str, hint: str) -> bytes:
+    """A worker or a function of the flow, pickled.
+
+    Raises:
+        UserError: a part of it cannot be pickled; names that part.
+    """
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        where, kind, why = culprit(value, name) or (name, type(value).__name__, str(error))
+        raise UserError(
+            f"a lane gets a pickled copy, and this {kind} cannot be pickled: {why}",
+            key=where,
+            hint=hint,
+        ) from error
+
+
+def _pickled_graphs(graphs: Mapping[str, FlowGraph]) -> bytes:
+    """The flow's methods, with the functions that are stages.
+
+    Raises:
+        UserError: a function holds what cannot be pickled.
+    """
+    try:
+        return bytes(cloudpickle.dumps(dict(graphs)))
+    except Exception:
+        for graph in graphs.values():
+            for name, stage in graph.functions.items():
+                _pickled(stage.function, name, "make it in a worker's `load`")
+        raise
 
 
 def summing(graphs: Iterable[FlowGraph]) -> set[str]:

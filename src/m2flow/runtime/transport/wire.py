@@ -163,11 +163,11 @@ def _pack_by_value(value: Any) -> tuple[bytes, list[Buffer]]:
         return _pickled(_by_value_pickler(), value)
     except Exception as error:
         name = type(value).__name__
-        where, kind, why = _culprit(value, name) or (name, name, str(error))
+        where, kind, why = culprit(value, name) or (name, name, str(error))
         raise UnsendableError(f"cannot send {where} (a {kind}): {why}") from error
 
 
-def _culprit(value: Any, where: str, depth: int = 8) -> tuple[str, str, str] | None:
+def culprit(value: Any, where: str, depth: int = 8) -> tuple[str, str, str] | None:
     """The innermost part that cannot be pickled: (where, its type, why); None if all can."""
     from ray.cloudpickle import dumps
 
@@ -175,7 +175,7 @@ def _culprit(value: Any, where: str, depth: int = 8) -> tuple[str, str, str] | N
         dumps(value)
     except Exception as error:  # noqa: BLE001 - a type may refuse in any way
         for name, part in _parts(value) if depth else ():
-            found = _culprit(part, where + name, depth - 1)
+            found = culprit(part, where + name, depth - 1)
             if found is not None:
                 return found
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
