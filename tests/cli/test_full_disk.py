@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,23 @@ def test_a_run_on_a_full_disk(full: Path, straight: Path, moment: str) -> None:
         assert any(line.startswith("first: make room") for line in then)
         assert any(line.startswith("to go on: m2flow train") for line in then)
     (ends_nearly_like if moment == "lanes" else ends_like)(full / moment, straight)
+
+
+def test_a_report_that_cannot_be_written_is_no_failed_run(
+    finished: Path, tmp_path: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a run on a disk that is mounted for reading alone."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    copy = tmp_path / "run"
+    shutil.copytree(finished, copy, symlinks=True)
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    outcome = m2flow("report", copy)
+    assert outcome.code == 1
+    assert outcome.err.startswith("failed: timeline.svg could not be written: "), outcome.err
+    assert outcome.err.count("\n") == 1
 
 
 def test_a_row_for_which_there_is_no_room_is_not_torn(

@@ -541,8 +541,9 @@ def main() -> None:
         raise SystemExit(2) from None
     except RunFailed as error:
         cause = next((one for one in causes(error) if isinstance(one, CannotWrite)), None)
+        what = "the run failed" if is_training else "failed"
         again = ", go on with --resume" if cause and is_training else ""
-        print(f"the run failed: {cause or first_cause(error)}{again}", file=sys.stderr)
+        print(f"{what}: {cause or first_cause(error)}{again}", file=sys.stderr)
         raise SystemExit(1) from error
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
