@@ -438,6 +438,16 @@ def test_a_directory_that_may_not_be_written(
     assert "--run-dir: nothing can be written in locked: Permission denied" in line
 
 
+def test_a_directory_that_is_a_link_to_nothing(tiny: Path, refused: Refused) -> None:
+    """As to a disk that is not mounted: it was a traceback, after everything had been loaded."""
+    Path("run").symlink_to("/not/mounted/run")
+    line = refused("train", tiny, "--run-dir", "run")
+    assert line == (
+        "--run-dir: is a link to what is not there (got 'run'); expected a directory; "
+        "make /not/mounted/run, or remove the link"
+    )
+
+
 @pytest.mark.parametrize("path", ["/proc/run", "x" * 300])
 def test_a_directory_that_nobody_can_make(tiny: Path, refused: Refused, path: str) -> None:
     """Not even root, whom the system allows to write anywhere."""

@@ -88,7 +88,7 @@ class RunDirectory:
             now: Unix seconds of the start, for the default name; the current time if None.
 
         Raises:
-            UserError: the directory holds a run already, or holds none to resume.
+            UserError: the directory holds a run already, or holds none to resume, or is none.
         """
         if path is None:
             if resume:
@@ -104,6 +104,14 @@ class RunDirectory:
         found = [name for name in MARKS if (directory.path / name).exists()]
         if directory.path.exists() and not directory.path.is_dir():
             raise UserError("is a file", key="--run-dir", value=str(path), expected="a directory")
+        if directory.path.is_symlink() and not directory.path.exists():
+            raise UserError(
+                "is a link to what is not there",
+                key="--run-dir",
+                value=str(path),
+                expected="a directory",
+                hint=f"make {directory.path.readlink()}, or remove the link",
+            )
         if resume and not found:
             raise UserError(
                 "holds no run to resume",

@@ -7,6 +7,7 @@ never touches another one, and a resumed run goes on as it began, from a checkpo
 from __future__ import annotations
 
 import errno
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -100,7 +101,7 @@ def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
     """A fresh run writes over no other, and a resumed one goes on as it began."""
     parent = run_dir if run_dir is not None else Path("runs")
     try:
-        if resume or (run_dir is not None and run_dir.exists()):
+        if resume or (run_dir is not None and os.path.lexists(run_dir)):
             RunDirectory.create(run_dir, recipe.name, resume=resume)
         while not parent.exists():
             parent = parent.parent
