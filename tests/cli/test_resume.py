@@ -578,6 +578,19 @@ def test_a_run_that_is_at_work_is_not_gone_on_with(
         assert "--run-dir: another process trains there" in resume(refused, "steps=4")
 
 
+@pytest.mark.parametrize("content", ["", '{"recipe": "ti', "[]"])
+def test_a_record_of_the_run_that_cannot_be_read(
+    tiny: Path, run: Path, refused: Refused, m2flow: M2flow, content: str
+) -> None:
+    """The doctor said that the run goes on with --resume, and --resume only that it cannot."""
+    (run / "run.json").write_text(content)
+    line = refused("train", tiny, *STEPS, "--run-dir", run, "--resume")
+    assert line.startswith(f"{run}/run.json: ")
+    assert line.endswith("remove it, and the run goes on: what it has learnt is in checkpoints/")
+    (run / "run.json").unlink()
+    assert m2flow("train", tiny, *STEPS, "--run-dir", run, "--resume").code == 0
+
+
 def test_a_run_without_its_configuration(run: Path, refused: Refused) -> None:
     (run / "config.yaml").unlink()
     assert "config.yaml" in resume(refused, "steps=4")

@@ -117,14 +117,19 @@ def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
         ) from error
     if not resume or run_dir is None:
         return
-    path = RunDirectory(run_dir).config
-    if not path.is_file():
+    run = RunDirectory(run_dir)
+    if not run.config.is_file():
         raise UserError(
             "holds no config.yaml, so nothing says how the run began",
             key="--run-dir",
             value=str(run_dir),
             hint="start a new run in another directory",
         )
+    try:
+        read_document(run.run)
+    except UserError as error:
+        hint = "remove it, and the run goes on: what it has learnt is in checkpoints/"
+        raise UserError(error.message, key=str(run.run), hint=hint) from error
     before = recipe_of(run_dir)
     _check_same(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
     if recipe.steps != before.steps and recipe.fixed_steps is not None:
