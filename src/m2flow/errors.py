@@ -161,6 +161,23 @@ def writing(what: str, where: Path | str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def reading(where: Path | str) -> Iterator[None]:
+    """Name what the system refuses to show, such as another user's file.
+
+    Args:
+        where: what is read, if the system names no file.
+
+    Raises:
+        UserError: of what `OSError` says.
+    """
+    try:
+        yield
+    except OSError as error:
+        key = str(error.filename or where)
+        raise UserError(f"cannot be read: {error.strerror or error}", key=key) from error
+
+
 def _error_number(error: Exception) -> int:
     """The system's number of an error; 0 if it has none. Libraries in Rust say it in words."""
     if isinstance(error, OSError):

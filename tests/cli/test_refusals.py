@@ -448,6 +448,37 @@ def test_a_directory_that_is_a_link_to_nothing(tiny: Path, refused: Refused) -> 
     )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "theirs/run"],
+        ["doctor", "theirs/run"],
+        ["dash", "theirs/run"],
+        ["eval", "theirs/run/checkpoints/latest"],
+        ["train", "theirs/run/config.yaml"],
+        ["plan", "theirs/run/config.yaml"],
+        ["profile", "tiny.yaml", "--out", "theirs/profile.json"],
+    ],
+)
+def test_what_another_user_has_closed(
+    tiny: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """It was a traceback: Python says of such a path neither that it is there nor that it is not.
+
+    Later Pythons say that it is not there.
+    """
+    ask = os.stat
+
+    def closed(path: Any, **how: Any) -> os.stat_result:
+        if str(path).startswith("theirs/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return ask(path, **how)
+
+    Path("theirs").mkdir()
+    monkeypatch.setattr(os, "stat", closed)
+    assert "theirs/" in refused(*words)
+
+
 @pytest.mark.parametrize("path", ["/proc/run", "x" * 300])
 def test_a_directory_that_nobody_can_make(tiny: Path, refused: Refused, path: str) -> None:
     """Not even root, whom the system allows to write anywhere."""

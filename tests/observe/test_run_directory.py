@@ -54,6 +54,14 @@ def test_resume_needs_a_run(path: str | None, words: str, tmp_path: Path) -> Non
     assert not (tmp_path / "nothing").exists()
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """It was a traceback. The system refuses to read a folder as it refuses another user's file."""
+    for name in ("run.json", "metrics.jsonl", "samples.jsonl", "timeline.json", "config.yaml"):
+        (tmp_path / name / name).mkdir(parents=True)
+        with pytest.raises(UserError, match=f"{name}/{name}: cannot be read: Is a directory"):
+            read_run(tmp_path / name)
+
+
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(UserError, match="is a file"):

@@ -70,10 +70,10 @@ def _check_writable(file: Path) -> None:
     refusal = UserError("cannot be written", key="--out", value=str(file))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise refusal
     except OSError as error:
         raise refusal from error
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise refusal
 
 
 def table(found: Profile) -> Table:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from m2flow.errors import UserError
+from m2flow.errors import UserError, reading
 from m2flow.observe.jsonl import each_line, read_rows, rows_at
 from m2flow.observe.run_directory import RunDirectory, merge_steps, read_document, step_of_row
 from m2flow.observe.trace import Trace, read_trace
@@ -134,10 +134,15 @@ def read_run(path: Path | str) -> RunRecord:
     """Read a run directory.
 
     Raises:
-        UserError: there is no such directory.
+        UserError: there is no such directory, or it or a file in it may not be read.
     """
-    directory = RunDirectory(path)
-    if not directory.path.is_dir():
+    with reading(path):
+        return _read_run(RunDirectory(path))
+
+
+def _read_run(directory: RunDirectory) -> RunRecord:
+    path = directory.path
+    if not path.is_dir():
         raise UserError("no such run directory", value=str(path), hint="see ls runs/")
     problems: list[str] = []
     run = _attempt(read_document, directory.run, problems) or {}

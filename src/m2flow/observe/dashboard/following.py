@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from m2flow.errors import UserError
+from m2flow.errors import UserError, reading
 from m2flow.observe.jsonl import parse_line
 from m2flow.observe.run_directory import MARKS, RunDirectory, read_document, step_of_row
 
@@ -25,16 +25,18 @@ class FollowedRun:
         rows: step to its figures.
 
     Raises:
-        UserError: there is no such directory.
+        UserError: there is no such directory, or its figures may not be read.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.directory = RunDirectory(path)
-        if not self.directory.path.is_dir():
-            raise UserError("no such run directory", value=str(path), hint="see ls runs/")
         self.rows: dict[int, dict[str, Any]] = {}
         self._offset, self._seen = 0, (0, 0)
         self._lock = threading.Lock()
+        with reading(path):
+            if not self.directory.path.is_dir():
+                raise UserError("no such run directory", value=str(path), hint="see ls runs/")
+            self.refresh()
 
     def refresh(self) -> None:
         """Read what was added to the run's figures."""

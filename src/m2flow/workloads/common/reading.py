@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from m2flow.errors import UserError, nearest, suggestion
+from m2flow.errors import UserError, nearest, reading, suggestion
 from m2flow.observe.yaml_text import NumberLoader
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_named
@@ -138,11 +138,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             hint=_near_recipes(path),
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        with reading(path):
+            text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UserError("is not text", key=str(path), expected="a YAML file in UTF-8") from None
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", key=str(path)) from None
     data = parsed(text, str(path))
     if not isinstance(data, dict):
         found = type(data).__name__ if data is not None else "nothing"

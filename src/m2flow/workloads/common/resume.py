@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from m2flow.errors import UserError
+from m2flow.errors import UserError, reading
 from m2flow.observe.run_directory import RunDirectory, default_name, read_document
 from m2flow.workloads.common.reading import read_yaml, validated
 from m2flow.workloads.common.recipe import Recipe
@@ -69,10 +69,12 @@ def check_model(path: Path) -> None:
     Raises:
         UserError: names what would do.
     """
-    if not path.exists():
-        raise UserError("no such file or folder", key="MODEL", value=str(path))
     run = RunDirectory(path)
-    if _is_run(run) and (run.run.is_file() or run.checkpoints.is_dir()):
+    with reading(path):
+        if not path.exists():
+            raise UserError("no such file or folder", key="MODEL", value=str(path))
+        is_run = _is_run(run) and (run.run.is_file() or run.checkpoints.is_dir())
+    if is_run:
         checkpoint = run.checkpoints / "latest"
         raise UserError(
             "is a run, and has a model for each checkpoint", key="MODEL", value=str(path),

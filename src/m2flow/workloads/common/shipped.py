@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from m2flow.errors import UserError
+from m2flow.errors import UserError, reading
 
 SUFFIX = ".yaml"
 
@@ -25,10 +25,14 @@ def recipe_file(path: Path, folder: Path = Path()) -> Path:
     """The file that `path`, seen from `folder`, means: itself, or m2flow's recipe of that name.
 
     A file that exists comes first. A name may have `.yaml` behind it, and no folder before it.
+
+    Raises:
+        UserError: the system does not say whether there is such a file.
     """
     file = folder / path
-    if file.is_file() or path.name != str(path):
-        return file
+    with reading(file):
+        if file.is_file() or path.name != str(path):
+            return file
     return shipped_recipes().get(path.name.removesuffix(SUFFIX), file)
 
 
