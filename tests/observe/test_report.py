@@ -251,6 +251,22 @@ ODD_FIGURES = {
 }
 
 
+def test_a_figure_that_one_step_alone_has_is_drawn(tmp_path: Path) -> None:
+    """As `plan/pause_seconds`, or all of a run of one step: they were left out."""
+    run = RunDirectory(tmp_path)
+    for step in (1, 2):
+        once = {"rollouts/recalled": 7.0} if step == 2 else {}
+        run.append_metrics(step, {"reward/mean": 0.5, **once})
+    checker = check(write_report(tmp_path))
+    assert "rollouts/recalled" in words(checker)
+    (chart,) = (
+        one
+        for one in json.loads(checker.data["curves"])["charts"]
+        if one["title"] == "rollouts/recalled"
+    )
+    assert chart["curves"][0]["mean"] == [None, 7.0]
+
+
 @pytest.mark.parametrize("name", ODD_FIGURES)
 @pytest.mark.parametrize("key", ["reward/mean", "seconds/step", "eval/accuracy", "other"])
 def test_figures_that_no_picture_has_a_place_for(tmp_path: Path, name: str, key: str) -> None:

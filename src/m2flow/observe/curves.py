@@ -99,7 +99,7 @@ def _specs(record: RunRecord) -> tuple[list[Spec], list[Spec]]:
     return leading, [
         Spec(key, [(key, key, 7)], "seconds", 0) if key in timed else Spec(key, [(key, key, 7)])
         for key in others
-        if len(record.values(key)) > 1
+        if record.values(key)
     ]
 
 
