@@ -178,6 +178,16 @@ def reading(where: Path | str) -> Iterator[None]:
         raise UserError(f"cannot be read: {error.strerror or error}", key=key) from error
 
 
+def is_there(path: Path | str) -> bool:
+    """Whether there is a file or a folder that the user names.
+
+    Raises:
+        UserError: the system does not say.
+    """
+    with reading(path):
+        return Path(path).expanduser().exists()
+
+
 def _error_number(error: Exception) -> int:
     """The system's number of an error; 0 if it has none. Libraries in Rust say it in words."""
     if isinstance(error, OSError):

@@ -458,6 +458,13 @@ def test_a_directory_that_is_a_link_to_nothing(tiny: Path, refused: Refused) -> 
         ["train", "theirs/run/config.yaml"],
         ["plan", "theirs/run/config.yaml"],
         ["profile", "tiny.yaml", "--out", "theirs/profile.json"],
+        ["plan", "tiny.yaml", "--plan", "theirs/plan.json"],
+        ["plan", "tiny.yaml", "--profile", "theirs/profile.json"],
+        ["plan", "tiny.yaml", "--cluster", "1x8xH100", "--model", "theirs/model"],
+        ["eval", "theirs/run/checkpoints/latest", "--data", "sums.jsonl"],
+        ["train", "tiny.yaml", "model.path=theirs/model"],
+        ["train", "tiny.yaml", "data={task: jsonl, path: theirs/d.jsonl}", "--dry-run"],
+        ["train", "quickstart-embodied", "warmup.data=theirs/moves", "--dry-run"],
     ],
 )
 def test_what_another_user_has_closed(

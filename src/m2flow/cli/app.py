@@ -24,7 +24,7 @@ from typing import Annotated
 import typer
 
 from m2flow import __version__
-from m2flow.errors import CannotWrite, RunFailed, Stopped, UserError, suggestion
+from m2flow.errors import CannotWrite, RunFailed, Stopped, UserError, is_there, suggestion
 
 # Idle OpenMP threads must sleep, or two busy processes on two cores slow each other several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -377,7 +377,7 @@ def evaluate(
     from m2flow.workloads.common.examining import examiner_of
     from m2flow.workloads.common.resume import check_model
 
-    if data is None or model.exists():  # of a published policy MODEL may be the word "tiny"
+    if data is None or is_there(model):  # of a published policy MODEL may be the word "tiny"
         check_model(model)
     for option, number in {
         "--temperature": temperature,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from m2flow.errors import UserError
+from m2flow.errors import UserError, reading
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,10 @@ _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 def model_folder(path: str | Path) -> Path:
     """The folder, if it is one."""
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        problem = "is a file" if folder.exists() else "does not exist"
+    with reading(folder):
+        is_folder, is_there = folder.is_dir(), folder.exists()
+    if not is_folder:
+        problem = "is a file" if is_there else "does not exist"
         raise UserError(
             f"the model folder {problem}",
             key=str(path),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from m2flow.errors import UserError, suggestion
+from m2flow.errors import UserError, reading, suggestion
 from m2flow.models.folder import read_json
 
 WEIGHT_BYTES = 2
@@ -271,8 +271,10 @@ def config_of(source: str | Path) -> tuple[dict[str, Any], str]:
         UserError: there is no such file or name, or the file holds no JSON object.
     """
     path = Path(source).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if path.is_file():
+    with reading(path):
+        path = path / "config.json" if path.is_dir() else path
+        is_file = path.is_file()
+    if is_file:
         return read_json(path, "the architecture"), path.parent.name or "model"
     known = {name.lower(): name for name in PUBLISHED}
     short = str(source).rstrip("/").split("/")[-1]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from m2flow.engine.plan import Plan
-from m2flow.errors import PlanError, UserError, suggestion
+from m2flow.errors import PlanError, UserError, reading, suggestion
 from m2flow.plan.profile import Profile
 
 if TYPE_CHECKING:
@@ -96,13 +96,15 @@ def read_json(
         key: option or setting that names the file, for the error.
 
     Raises:
-        UserError: there is no such file, it is not text, or `from_json` refuses it.
+        UserError: there is no such file, it may not be read, it is not text, or `from_json` refuses
+            it.
     """
     path = Path(path)
-    if not path.is_file():
-        raise error(f"there is no such {what}", key=key, value=str(path))
     try:
-        text = path.read_text(encoding="utf-8")
+        with reading(path):
+            if not path.is_file():
+                raise error(f"there is no such {what}", key=key, value=str(path))
+            text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise error("is not a text file", key=key, value=str(path)) from None
     return from_json(kind, text, str(path), error, ignore)

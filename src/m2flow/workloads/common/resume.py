@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from m2flow.errors import UserError, reading
+from m2flow.errors import UserError, is_there, reading
 from m2flow.observe.run_directory import RunDirectory, default_name, read_document
 from m2flow.workloads.common.reading import read_yaml, validated
 from m2flow.workloads.common.recipe import Recipe
@@ -69,10 +69,10 @@ def check_model(path: Path) -> None:
     Raises:
         UserError: names what would do.
     """
+    if not is_there(path):
+        raise UserError("no such file or folder", key="MODEL", value=str(path))
     run = RunDirectory(path)
     with reading(path):
-        if not path.exists():
-            raise UserError("no such file or folder", key="MODEL", value=str(path))
         is_run = _is_run(run) and (run.run.is_file() or run.checkpoints.is_dir())
     if is_run:
         checkpoint = run.checkpoints / "latest"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from m2flow.errors import UserError
+from m2flow.errors import UserError, is_there
 from m2flow.flow import Flow
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan.profile.work import Pricer
@@ -70,7 +69,7 @@ class Embodied:
         found = [
             f"{key}: there is no {path}"
             for key, path in paths.items()
-            if path is not None and not Path(path).expanduser().exists()
+            if path is not None and not is_there(path)
         ]
         section = recipe.environment
         if section.python is not None:  # it knows what there is

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TypeVar
 
-from m2flow.errors import UserError
+from m2flow.errors import UserError, is_there
 from m2flow.models.folder import checked_folder, read_json
 from m2flow.workloads.reasoning.config import ReasoningRecipe, WarmupSection
 
@@ -17,9 +16,7 @@ def lacking(recipe: ReasoningRecipe) -> list[str]:
     models, files = _models(recipe), _files(recipe)
     found = [f"{key}: {why}" for key, path in models.items() if path and (why := _lacks(path))]
     gone = [
-        f"{key}: there is no {path}"
-        for key, path in files.items()
-        if path and not Path(path).expanduser().exists()
+        f"{key}: there is no {path}" for key, path in files.items() if path and not is_there(path)
     ]
     return found + gone
 

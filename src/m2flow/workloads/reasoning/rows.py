@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from m2flow.errors import UserError, nearest
+from m2flow.errors import UserError, nearest, reading
 
 _log = logging.getLogger(__name__)
 
@@ -77,16 +77,16 @@ def rows_of(path: Path, splits: Sequence[str] = TO_TRAIN_ON) -> Iterator[FileRow
         UserError: there is no such file, it cannot be read, or a folder holds none, or several data
             sets, or splits and none of those.
     """
-    for file in _files(path, splits):
-        try:
+    with reading(path):
+        files = _files(path, splits)
+    for file in files:
+        with reading(file):
             if file.suffix in (".parquet", ".arrow"):
                 yield from _columnar(file)
             elif file.suffix == ".csv":
                 yield from _commas(file)
             else:
                 yield from _json_lines(file)
-        except OSError as error:
-            raise UserError(f"cannot be read: {error.strerror or error}", key=str(file)) from error
 
 
 def _files(path: Path, splits: Sequence[str]) -> list[Path]:
