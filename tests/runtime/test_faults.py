@@ -260,8 +260,8 @@ class Gone(Maker):
 
 class Late(Reader):
     @stage
-    def read(self, batch: Batch) -> Batch:
-        return batch
+    def read(self, made: Batch, waited: Batch) -> Batch:
+        return made
 
     @stage
     def wait(self, batch: Batch) -> Batch:
