@@ -76,7 +76,7 @@ class Waiter(Worker):
         self.stop = stop
 
     @stage
-    def wait(self, batch: Batch) -> Batch:
+    def wait(self, batch: Batch, *_: Batch) -> Batch:
         if self.stop:
             os.kill(os.getpid(), signal.SIGSTOP)
         return batch
