@@ -934,7 +934,8 @@ def test_a_step_of_another_number_of_items_is_refused() -> None:
 @pytest.mark.parametrize("given", [{"x": [1, 2]}, [{"x": 1}, {"x": 2}], None, torch.arange(2)])
 def test_what_is_no_batch_is_refused(given: Any) -> None:
     """Nothing at all counted as the end of the batches, and a table as one of too few items."""
-    words = rf"^batch: is not a Batch \(got '{type(given).__name__}'\); expected .*Batch\("
+    kind = type(given).__name__
+    words = rf"^batch: is of the wrong type \(got '{kind}'\); expected .*Batch\("
     with start(training(), 2, also={"evaluate": 2}) as run:
         for use in (
             lambda: run.step(given),

@@ -14,6 +14,7 @@ from m2flow.flow.worker import Worker
 from m2flow.plan import companion, validate, with_sizes
 from m2flow.plan.memory import check_memory
 from m2flow.plan.validate import check_equal_gangs, check_executable
+from m2flow.runtime.arguments import check_kind
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pool import LanePool
@@ -121,18 +122,12 @@ class Methods:
 
 
 def check_batch(batch: object) -> None:
-    """Refuse to run a step on what is no Batch.
+    """Refuse to run a method on what is no Batch.
 
     Raises:
         UserError: it is none.
     """
-    if not isinstance(batch, Batch):
-        raise UserError(
-            "is not a Batch",
-            key="batch",
-            value=type(batch).__name__,
-            expected="items by column: Batch({name: column, ...})",
-        )
+    check_kind("batch", batch, Batch, "items by column: Batch({name: column, ...})")
 
 
 def check_lanes(plan: Plan, pool: LanePool) -> None:
