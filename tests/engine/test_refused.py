@@ -54,6 +54,7 @@ def test_what_is_no_batch_is_refused(given: Any) -> None:
         ("mode", None, "expected a mode, such as 'collocated'"),
         ("lanes", 2, r"\(got 2\); expected a text such as 'cpu:2', LaneSpecs or a LanePool"),
         ("lanes", [0, 1], r"\(got 0\); expected a text such as 'cpu:2', LaneSpecs or a LanePool"),
+        ("lanes", [], "expected a text such as 'cpu:2', LaneSpecs or a LanePool"),
         ("plan", "plan.json", r"\(got 'plan.json'\); expected .*Plan.*m2flow\.plan\.read_plan"),
         ("also", ["evaluate"], r"\(got 'list'\); expected .*a number of items for each method"),
         ("layouts", {"double": "tp2"}, r"\.double: .*\(got 'tp2'\); expected a Layout"),

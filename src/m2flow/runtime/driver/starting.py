@@ -128,6 +128,8 @@ def specs_of(
         check_kind("lanes", specs, Sequence, expected)
         for lane in specs:
             check_kind("lanes", lane, LaneSpec, expected)
+        if not specs:
+            raise UserError("there is none", key="lanes", expected=expected)
     if lane_memory is None:
         return specs
     return with_memory(specs, lane_memory)
