@@ -12,20 +12,13 @@ from torch import Tensor
 
 from m2flow.errors import UserError
 from m2flow.flow.worker import Gang, Place
-from m2flow.plan import parse_lanes
 from m2flow.runtime.driver.launch import launch
+from m2flow.runtime.driver.pool import LanePool
 from m2flow.workloads.agentic.experiment import AgenticExperiment
 from m2flow.workloads.reasoning.workers import ModelSource
-from tests.runtime.local_cluster import local_cluster
 
 MakeRecipe = Any
 STEPS = 2
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with local_cluster(2):
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,12 +47,11 @@ def short(prompt: str, completion: str, completion_ids: Any, row: Any) -> float:
 Outcome = tuple[list[list[str]], list[list[float]], dict[str, Tensor]]
 
 
-def outcome_of(experiment: AgenticExperiment, mode: str, **more: Any) -> Outcome:
+def outcome_of(
+    experiment: AgenticExperiment, mode: str, lanes: str | LanePool = "cpu:2"
+) -> Outcome:
     batches = [experiment.batch(step) for step in range(STEPS)]
-    with launch(
-        experiment.flow(), items_per_step=4, mode=mode, lanes=parse_lanes("cpu:2"),
-        num_threads=1, **more,
-    ) as run:  # fmt: skip
+    with launch(experiment.flow(), items_per_step=4, mode=mode, lanes=lanes, num_threads=1) as run:
         results = list(run.steps(batches))
         weights = run.worker_call_everywhere("learner", "parameters")[0]
     return (
@@ -92,12 +84,11 @@ def test_the_eager_run_uses_tools_and_learns(eager: Outcome, warmed: ModelSource
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights.items())
 
 
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize(
-    "mode", ["collocated", "disaggregated", pytest.param("hybrid", marks=pytest.mark.slow)]
-)
-def test_mode_changes_nothing(mode: str, experiment: AgenticExperiment, eager: Outcome) -> None:
-    texts, advantages, weights = outcome_of(experiment, mode)
+@pytest.mark.parametrize("mode", ["collocated", "disaggregated", "hybrid"])
+def test_mode_changes_nothing(
+    mode: str, experiment: AgenticExperiment, eager: Outcome, two_lanes: LanePool
+) -> None:
+    texts, advantages, weights = outcome_of(experiment, mode, two_lanes)
     assert texts == eager[0]
     for found, wanted in zip(advantages, eager[1], strict=True):
         assert found == pytest.approx(wanted, abs=1e-9)

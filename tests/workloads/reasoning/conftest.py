@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 from m2flow.workloads.reasoning.config import ReasoningRecipe
@@ -60,25 +56,6 @@ def warmed(tiny_recipe: MakeRecipe, tmp_path_factory: pytest.TempPathFactory) ->
         return ReasoningExperiment(tiny_recipe()).prepare(tmp_path_factory.mktemp("warmed"))
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """One Ray for all runs of this file, in a folder of its own, ended whatever happens."""
-    folder = tempfile.mkdtemp(prefix="m2flow-test-")  # a short path: sockets lie below it
-    try:
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=100_000_000,
-            logging_level=logging.ERROR,
-            _temp_dir=folder,
-        )
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

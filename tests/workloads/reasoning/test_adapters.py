@@ -14,6 +14,7 @@ pytest.importorskip("peft", reason='needs the extra: pip install "m2flow[lora]"'
 from m2flow.flow import Place
 from m2flow.flow.worker import Layout
 from m2flow.runtime.driver.launch import launch
+from m2flow.runtime.driver.pool import LanePool
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.workers import ModelSource
@@ -32,7 +33,7 @@ def recipe_of(make: MakeRecipe, publish: str, **changes: Any) -> Any:
 
 
 def run_of(
-    make: MakeRecipe, model: ModelSource, publish: str, mode: str, layouts: Any = None
+    make: MakeRecipe, model: ModelSource, publish: str, mode: str, lanes: LanePool, layouts: Any
 ) -> Run:
     """Answers of each step, the trained weights, and how weights were published."""
     recipe = recipe_of(make, publish)
@@ -40,7 +41,7 @@ def run_of(
     flow = recipe_flow(recipe, model, experiment.rewards)
     batches = [experiment.batch(step) for step in range(STEPS)]
     with launch(
-        flow, items_per_step=4, mode=mode, lanes="cpu:2", num_threads=1, layouts=layouts or {}
+        flow, items_per_step=4, mode=mode, lanes=lanes, num_threads=1, layouts=layouts or {}
     ) as run:
         outputs = [result.output for result in run.steps(batches)]
         weights = run.worker_call_everywhere("learner", "parameters")[0]
@@ -50,13 +51,14 @@ def run_of(
 
 
 @pytest.fixture(scope="module")
-def run(tiny_recipe: MakeRecipe, warmed: ModelSource) -> Callable[..., Run]:
+def run(tiny_recipe: MakeRecipe, warmed: ModelSource, two_lanes: LanePool) -> Callable[..., Run]:
     """A run by what is published and how, each done once."""
     done: dict[tuple[str, ...], Run] = {}
 
     def once(publish: str, mode: str, layouts: Any = None) -> Run:
         if (publish, mode) not in done:
-            done[publish, mode] = run_of(tiny_recipe, warmed, publish, mode, layouts)
+            found = run_of(tiny_recipe, warmed, publish, mode, two_lanes, layouts)
+            done[publish, mode] = found
         return done[publish, mode]
 
     return once
@@ -67,7 +69,7 @@ def run(tiny_recipe: MakeRecipe, warmed: ModelSource) -> Callable[..., Run]:
     [
         ("eager", None),
         ("disaggregated", None),
-        pytest.param("collocated", DIVIDED, marks=pytest.mark.slow),
+        ("collocated", DIVIDED),
     ],
 )
 def test_a_run_is_the_same_whichever_is_published(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,15 +16,15 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from m2flow.flow.worker import Layout
 from m2flow.models.causal_lm import load_model
-from m2flow.plan import LaneSpec, build_plan
+from m2flow.plan import build_plan
 from m2flow.runtime.driver.launch import launch
+from m2flow.runtime.driver.pool import LanePool
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.workers import ModelSource
 
 STEPS = 3
-SLOW = pytest.mark.slow
 GANGS = {"generator": Layout("tp2", 2), "learner": Layout("fsdp2", 2)}
 
 
@@ -35,8 +36,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=["grpo", "ppo"])
-def experiment(request: pytest.FixtureRequest) -> ReasoningExperiment:
+def experiment_of(algorithm: str) -> ReasoningExperiment:
     """Sums of two digits, by a model that has seen them for long enough to get some right."""
     return ReasoningExperiment(
         ReasoningRecipe.model_validate(
@@ -56,15 +56,10 @@ def experiment(request: pytest.FixtureRequest) -> ReasoningExperiment:
                 "data": {"options": {"min_digits": 1, "max_digits": 1}},
                 "warmup": {"steps": 200},
                 "training": {"tokens_per_microbatch": 128},
-                "algorithm": {"name": request.param},
+                "algorithm": {"name": algorithm},
             }
         )
     )
-
-
-@pytest.fixture(scope="module")
-def model(experiment: ReasoningExperiment, tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
-    return experiment.prepare(tmp_path_factory.mktemp("warm-up"))
 
 
 @dataclass(frozen=True)
@@ -83,6 +78,7 @@ def outcome_of(
     model: ModelSource,
     mode: str,
     layouts: Mapping[str, Layout] = MappingProxyType({}),
+    lanes: str | LanePool = "cpu:2",
 ) -> Outcome:
     recipe = experiment.recipe
     flow = recipe_flow(recipe, model, experiment.rewards)
@@ -91,7 +87,7 @@ def outcome_of(
         flow,
         items_per_step=recipe.prompts_per_step,
         mode=mode,
-        lanes="cpu:2",
+        lanes=lanes,
         num_threads=1,
         layouts=layouts,
     ) as run:
@@ -109,9 +105,25 @@ def outcome_of(
     )
 
 
+Scene = tuple[ReasoningExperiment, ModelSource, Outcome]
+
+
 @pytest.fixture(scope="module")
-def eager(experiment: ReasoningExperiment, model: ModelSource) -> Outcome:
-    return outcome_of(experiment, model, "eager")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Scene]:
+    """By algorithm the experiment, the model it starts from and its eager outcome, made once."""
+
+    @cache
+    def scene(algorithm: str) -> Scene:
+        experiment = experiment_of(algorithm)
+        model = experiment.prepare(tmp_path_factory.mktemp("warm-up"))
+        return experiment, model, outcome_of(experiment, model, "eager")
+
+    return scene
+
+
+@pytest.fixture(params=["grpo", "ppo"])
+def scene(request: pytest.FixtureRequest, scenes: Callable[[str], Scene]) -> Scene:
+    return scenes(request.param)
 
 
 def distance(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
@@ -123,17 +135,17 @@ def distance(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     )
 
 
-def test_eager_run_has_something_to_learn_from(eager: Outcome, model: ModelSource) -> None:
+def test_eager_run_has_something_to_learn_from(scene: Scene) -> None:
     """Else equal weights would say nothing."""
+    _, model, eager = scene
     for rewards in eager.rewards:
         assert 0 < sum(rewards) < len(rewards)
     before = load_model(Path(model.path), torch.float64).state_dict()
     assert distance(eager.replicas[0], before) > 1e-3
 
 
-@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
-    ("experiment", "mode", "num_replicas", "layouts"),
+    ("scene", "mode", "num_replicas", "layouts"),
     [
         ("grpo", "collocated", 2, {}),
         ("grpo", "disaggregated", 1, {}),
@@ -141,26 +153,26 @@ def test_eager_run_has_something_to_learn_from(eager: Outcome, model: ModelSourc
         ("grpo", "collocated", 2, {"generator": Layout("tp2", 2)}),
         ("grpo", "collocated", 2, GANGS),
         ("grpo", "collocated", 2, {"learner": Layout("tp2", 2)}),
-        pytest.param("grpo", "collocated", 2, {"learner": Layout("cp2", 2)}, marks=SLOW),
-        pytest.param("ppo", "collocated", 2, {}, marks=SLOW),
+        ("grpo", "collocated", 2, {"learner": Layout("cp2", 2)}),
+        ("ppo", "collocated", 2, {}),
         ("ppo", "disaggregated", 1, {}),
-        pytest.param("ppo", "hybrid", 2, {}, marks=SLOW),
-        pytest.param("ppo", "collocated", 2, {"generator": Layout("tp2", 2)}, marks=SLOW),
+        ("ppo", "hybrid", 2, {}),
+        ("ppo", "collocated", 2, {"generator": Layout("tp2", 2)}),
         ("ppo", "collocated", 2, GANGS),
-        pytest.param("ppo", "collocated", 2, {"learner": Layout("tp2", 2)}, marks=SLOW),
-        pytest.param("ppo", "collocated", 2, {"learner": Layout("cp2", 2)}, marks=SLOW),
+        ("ppo", "collocated", 2, {"learner": Layout("tp2", 2)}),
+        ("ppo", "collocated", 2, {"learner": Layout("cp2", 2)}),
     ],
-    indirect=["experiment"],
+    indirect=["scene"],
 )
 def test_mode_changes_nothing(
     mode: str,
     num_replicas: int,
     layouts: dict[str, Layout],
-    eager: Outcome,
-    experiment: ReasoningExperiment,
-    model: ModelSource,
+    scene: Scene,
+    two_lanes: LanePool,
 ) -> None:
-    there = outcome_of(experiment, model, mode, layouts)
+    experiment, model, eager = scene
+    there = outcome_of(experiment, model, mode, layouts, two_lanes)
     assert there.texts == eager.texts
     assert there.rewards == eager.rewards
     assert there.staleness == [0.0] * STEPS
@@ -172,38 +184,34 @@ def test_mode_changes_nothing(
             assert all(torch.equal(weights[name], found[0][name]) for name in weights)
 
 
-@pytest.mark.usefixtures("cluster")
-def test_minibatches_by_arrival_are_of_the_same_samples(
-    eager: Outcome, experiment: ReasoningExperiment, model: ModelSource
-) -> None:
+def test_minibatches_by_arrival_are_of_the_same_samples(scene: Scene, two_lanes: LanePool) -> None:
     """Of those of a step; from the second one on other weights draw them."""
+    experiment, model, eager = scene
     other = experiment.recipe.model_copy(update={"minibatch_order": "arrival"})
     there = copy(experiment)
     there.recipe = other
     graph = recipe_flow(other, model, experiment.rewards).trace()
     trains = [node for node in graph.nodes if node.accumulates]
     assert [node.by_arrival for node in trains] == [True] * (1 + len(eager.critics))
-    found = outcome_of(there, model, "disaggregated")
+    found = outcome_of(there, model, "disaggregated", lanes=two_lanes)
     assert found.texts[0] == eager.texts[0]
     assert [len(texts) for texts in found.texts] == [len(texts) for texts in eager.texts]
     before = load_model(Path(model.path), torch.float64).state_dict()
     assert distance(found.replicas[0], before) > 1e-3
 
 
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("experiment", ["grpo", pytest.param("ppo", marks=SLOW)], indirect=True)
-def test_a_run_goes_over_to_gangs_and_back(
-    eager: Outcome, experiment: ReasoningExperiment, model: ModelSource
-) -> None:
+@pytest.mark.parametrize("scene", ["grpo", "ppo"], indirect=True)
+def test_a_run_goes_over_to_gangs_and_back(scene: Scene, two_lanes: LanePool) -> None:
+    experiment, model, eager = scene
     recipe = experiment.recipe
     flow = recipe_flow(recipe, model, experiment.rewards)
-    graph, lanes, items = flow.trace(), [LaneSpec(0), LaneSpec(1)], recipe.prompts_per_step
+    graph, lanes, items = flow.trace(), two_lanes.lanes, recipe.prompts_per_step
     single = build_plan("collocated", graph, lanes, items)
     gangs = build_plan("collocated", graph, lanes, items, layouts=GANGS)
     other = GANGS | {"learner": Layout("tp2", 2)}
     divided = build_plan("collocated", graph, lanes, items, layouts=other)
     texts = []
-    with launch(flow, items_per_step=items, plan=single, num_threads=1) as run:
+    with launch(flow, items_per_step=items, plan=single, lanes=two_lanes, num_threads=1) as run:
         for step, plan in enumerate((single, gangs, single)):
             if step:
                 assert {"generator", "learner"} <= set(run.replan(plan).moved)
@@ -216,9 +224,9 @@ def test_a_run_goes_over_to_gangs_and_back(
         assert distance(weights, eager.replicas[0]) < 1e-9
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
-def test_a_mixture_divided_by_its_experts_trains_the_same_weights(tmp_path: Path) -> None:
+def test_a_mixture_divided_by_its_experts_trains_the_same_weights(
+    tmp_path: Path, two_lanes: LanePool
+) -> None:
     """In single precision, for which experts have grouped products."""
     sizes: dict[str, object] = {"dtype": "float32"}
     words = {
@@ -259,7 +267,8 @@ def test_a_mixture_divided_by_its_experts_trains_the_same_weights(tmp_path: Path
     assert any(0 < sum(rewards) < len(rewards) for rewards in alone.rewards)
     before = load_model(Path(model.path)).state_dict()
     assert distance(alone.replicas[0], before) > 1e-4
-    divided = outcome_of(experiment, model, "collocated", {"learner": Layout("ep2", 2)})
+    experts = {"learner": Layout("ep2", 2)}
+    divided = outcome_of(experiment, model, "collocated", experts, two_lanes)
     assert divided.texts == alone.texts
     for weights in divided.replicas:
         assert distance(weights, alone.replicas[0]) < 1e-5

@@ -19,6 +19,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.models.causal_lm import load_model
 from m2flow.plan import build_plan, parse_lanes
 from m2flow.runtime.driver.launch import launch
+from m2flow.runtime.driver.pool import LanePool
 from m2flow.training import trainer_state
 from m2flow.workloads.common.resume import MAY_CHANGE, check_directory
 from m2flow.workloads.reasoning.config import ReasoningRecipe
@@ -60,17 +61,17 @@ def stretch(
     first: int,
     last: int,
     checkpoint: Path | None = None,
-    ahead: bool = False,
+    ahead: LanePool | None = None,
 ) -> Stretch:
     """Steps first to last - 1, saved at the end; everything is made anew, as in a new process.
 
-    Where generation runs ahead, on a lane of its own, there is a checkpoint at `STOP`, too.
+    Where generation runs ahead, on one of these lanes, there is a checkpoint at `STOP`, too.
     """
     experiment = ReasoningExperiment(recipe, model)
     flow = experiment.flow(checkpoint)
     num_items = recipe.prompts_per_step
     plan = one_step_ahead(flow.trace(), num_items) if ahead else None
-    lanes = "cpu:2" if ahead else "cpu:1"
+    lanes = ahead or "cpu:1"
     pauses = [STOP] if ahead and first < STOP < last else []
     results = []
     with launch(flow, items_per_step=num_items, first_step=first, lanes=lanes, plan=plan) as run:
@@ -128,7 +129,6 @@ def test_stopped_and_resumed(recipe: ReasoningRecipe, warmed: ModelSource, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("variant", ["quick start", "a critic"])
 def test_resumed_from_lanes_of_which_the_first_does_not_train(
     variant: str, tiny_recipe: MakeRecipe, warmed: ModelSource, tmp_path: Path
@@ -169,14 +169,14 @@ def test_a_critic_reads_no_state_but_its_own(
 
 
 def test_resumed_with_generation_a_step_ahead(
-    tiny_recipe: MakeRecipe, warmed: ModelSource, cluster: None, tmp_path: Path
+    tiny_recipe: MakeRecipe, warmed: ModelSource, two_lanes: LanePool, tmp_path: Path
 ) -> None:
     """A checkpoint waits for all that is under way, so the step after it begins on new weights."""
     recipe = tiny_recipe(max_staleness=1, model={"dtype": "float64"})
     model = ModelSource(warmed.path, "float64")
-    straight = stretch(recipe, model, tmp_path, 0, STEPS, ahead=True)
+    straight = stretch(recipe, model, tmp_path, 0, STEPS, ahead=two_lanes)
     checkpoint = tmp_path / f"step_{STOP:06d}"
-    after = stretch(recipe, model, tmp_path, STOP, STEPS, checkpoint, ahead=True)
+    after = stretch(recipe, model, tmp_path, STOP, STEPS, checkpoint, ahead=two_lanes)
     assert straight.staleness == [0, 1] * 2
     assert after.staleness == straight.staleness[STOP:]
     assert after.rewards == straight.rewards[STOP:]
