@@ -13,9 +13,8 @@ def pool() -> Iterator[Any]:
     pytest.importorskip("ray")
     from m2flow.runtime.driver.pool import LanePool
     from tests.chaos.dying_workers import LANES
-    from tests.runtime.local_cluster import local_cluster
 
-    with local_cluster(len(LANES)), LanePool(LANES) as lanes:
+    with LanePool(LANES) as lanes:
         yield lanes
 
 

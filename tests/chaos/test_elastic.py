@@ -50,7 +50,6 @@ from tests.chaos.dying_workers import (
     seen,
 )
 from tests.cli.conftest import TINY
-from tests.runtime.local_cluster import local_cluster
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this module
 
@@ -62,7 +61,7 @@ BACK_SECONDS = 90.0
 
 @pytest.fixture(scope="module")
 def lanes() -> Iterator[LanePool]:
-    with local_cluster(len(LANES)), LanePool(LANES) as pool:
+    with LanePool(LANES) as pool:
         yield pool
 
 

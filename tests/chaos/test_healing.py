@@ -44,7 +44,6 @@ from tests.chaos.dying_workers import (
     seen,
     start,
 )
-from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this module
@@ -82,7 +81,7 @@ class Direct(Flow):
 
 @pytest.fixture(scope="module")
 def lanes() -> Iterator[LanePool]:
-    with local_cluster(len(LANES)), LanePool(LANES) as pool:
+    with LanePool(LANES) as pool:
         yield pool
 
 

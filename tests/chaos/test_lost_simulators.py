@@ -22,7 +22,6 @@ from m2flow.runtime.driver.pool import LanePool
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
-from tests.runtime.local_cluster import local_cluster
 
 pytest.importorskip("ray")
 
@@ -49,7 +48,7 @@ def pool() -> Iterator[LanePool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(COUNTING))
         patch.setenv("PYTHONPATH", f"{COUNTING}:{os.environ.get('PYTHONPATH', '')}")
-        with local_cluster(len(LANES)), LanePool(LANES) as lanes:
+        with LanePool(LANES) as lanes:
             yield lanes
 
 

@@ -27,7 +27,6 @@ from tests.equivalence.flows import (
     toy,
 )
 from tests.equivalence.random_plans import random_plan
-from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(flows)  # lanes cannot import the tests
@@ -39,7 +38,7 @@ PLANS = [12, pytest.param(50, marks=pytest.mark.slow)]
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LanePool]:
     """Lanes in a cluster of their own, for all the runs."""
-    with local_cluster(len(LANES)), LanePool(LANES) as lanes:
+    with LanePool(LANES) as lanes:
         yield lanes
 
 

@@ -36,7 +36,6 @@ from tests.equivalence.flows import (
     toy,
 )
 from tests.equivalence.random_plans import random_plan
-from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(flows)  # lanes cannot import the tests
@@ -48,7 +47,7 @@ RUNS = [3, pytest.param(8, marks=pytest.mark.slow)]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LanePool]:
-    with local_cluster(len(LANES)), LanePool(LANES) as lanes:
+    with LanePool(LANES) as lanes:
         yield lanes
 
 

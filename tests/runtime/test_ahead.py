@@ -39,12 +39,12 @@ def test_nothing_is_imported_while_the_launcher_imports(
 ) -> None:
     """Two threads that import what imports each other are given modules that are not done."""
     started, imported = threading.Event(), threading.Event()
-    begun = ahead_module.RayCluster
+    begun = ahead_module.cluster_of
 
-    def started_now(lanes: Sequence[LaneSpec]) -> Any:
-        cluster = begun(lanes)
+    def started_now(lanes: Sequence[LaneSpec], modules: Sequence[str]) -> Any:
+        found = begun(lanes, modules)
         started.set()
-        return cluster
+        return found
 
     class Finder:
         @staticmethod
@@ -52,7 +52,7 @@ def test_nothing_is_imported_while_the_launcher_imports(
             if name == POOL:
                 imported.set()
 
-    monkeypatch.setattr(ahead_module, "RayCluster", started_now)
+    monkeypatch.setattr(ahead_module, "cluster_of", started_now)
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     monkeypatch.delitem(sys.modules, POOL)
     with LanesAhead([LaneSpec(0, cores=(0,))]) as ahead:

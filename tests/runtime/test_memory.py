@@ -28,7 +28,6 @@ from m2flow.runtime.lane.state import (
     reset_peak_resident_bytes,
 )
 from m2flow.runtime.lane.state.memory import return_free_memory
-from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this module
@@ -40,7 +39,7 @@ LANE = LaneSpec(0, cores=(0,))
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LanePool]:
-    with local_cluster(1), LanePool((LANE,)) as lanes:
+    with LanePool((LANE,)) as lanes:
         yield lanes
 
 

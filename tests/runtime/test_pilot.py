@@ -20,7 +20,6 @@ from m2flow.runtime.driver.auto import Auto
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.runner import Runner, StepResult
 from tests.equivalence import flows
-from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(flows)
@@ -32,7 +31,7 @@ LANES = (LaneSpec(0), LaneSpec(1))
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LanePool]:
-    with local_cluster(2), LanePool(LANES) as lanes:
+    with LanePool(LANES) as lanes:
         yield lanes
 
 

@@ -157,17 +157,28 @@ def test_a_worker_is_set_up_at_once_where_no_more_than_a_python_is_asked_for(
 
 
 def test_lanes_are_forks_of_it_and_so_are_those_in_their_place() -> None:
-    lane = LaneSpec(0, cores=(0,))
+    with LanePool([LaneSpec(0, cores=(0,))], spares=1) as pool:
+        number = pool.addresses[0].process_id
+        template = psutil.Process(number).ppid()
+        assert str(LANE / "template.py") in psutil.Process(template).cmdline()
+        pool.restart([0])
+        other = pool.addresses[0].process_id
+        assert other != number
+        assert psutil.Process(other).ppid() == template
+    assert not psutil.pid_exists(template)
+
+
+def test_lanes_of_a_cluster_of_somebody_else_are_no_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have further machines, on which there is no template."""
     with local_cluster(1):
-        template = LaneTemplate([])
-        with LanePool([lane], template=template, spares=1) as pool:
-            number = pool.addresses[0].process_id
-            assert psutil.Process(number).ppid() == template.process_id
-            pool.restart([0])
-            other = pool.addresses[0].process_id
-            assert other != number
-            assert psutil.Process(other).ppid() == template.process_id
-        assert not psutil.pid_exists(template.process_id)
+        monkeypatch.setattr(RayCluster, "started_here", None)
+        with LanePool([LaneSpec(0)]) as pool:
+            parent = psutil.Process(pool.addresses[0].process_id).ppid()
+            assert str(LANE / "template.py") not in psutil.Process(parent).cmdline()
+        monkeypatch.undo()
+        with LanePool([LaneSpec(0)]) as pool:
+            parent = psutil.Process(pool.addresses[0].process_id).ppid()
+            assert str(LANE / "template.py") in psutil.Process(parent).cmdline()
 
 
 def test_clusters_that_are_started_here_set_workers_up_so(monkeypatch: pytest.MonkeyPatch) -> None:

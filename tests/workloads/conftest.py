@@ -8,11 +8,10 @@ import pytest
 
 from m2flow.plan import parse_lanes
 from m2flow.runtime.driver.pool import LanePool
-from tests.runtime.local_cluster import local_cluster
 
 
 @pytest.fixture(scope="module")
 def two_lanes() -> Iterator[LanePool]:
     """They have imported what the workers need when the second run begins."""
-    with local_cluster(2), LanePool(parse_lanes("cpu:2")) as lanes:
+    with LanePool(parse_lanes("cpu:2")) as lanes:
         yield lanes

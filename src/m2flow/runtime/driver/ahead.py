@@ -17,8 +17,8 @@ from threading import Event
 from typing import TYPE_CHECKING, Self
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.runtime.driver.cluster import RayCluster, check_address, starts_here
-from m2flow.runtime.driver.template import LaneTemplate, any_process_does
+from m2flow.runtime.driver.cluster import check_address
+from m2flow.runtime.driver.template import cluster_of
 from m2flow.runtime.transport.sweeping import check_shared_memory
 
 IMPORT_SECONDS = 600.0
@@ -88,14 +88,7 @@ def _start(
     start_seconds: float,
     imported: Event,
 ) -> LanePool:
-    forks = starts_here() and any(map(any_process_does, lanes))
-    template = LaneTemplate(modules) if forks else None
-    try:
-        cluster = RayCluster(lanes)  # seconds, in other processes
-    except BaseException:
-        if template is not None:
-            template.close()
-        raise
+    cluster, template = cluster_of(lanes, modules)  # seconds, in other processes
 
     imported.wait(IMPORT_SECONDS)
     from m2flow.runtime.driver.pool import LanePool  # torch comes along

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed, UserError
@@ -59,6 +59,18 @@ def starts_here() -> bool:
     """Whether a `RayCluster` would start a cluster of its own, on this machine."""
     ray = sys.modules.get("ray")  # it is not to be imported for this
     return not os.environ.get("RAY_ADDRESS") and not (ray and ray.is_initialized())
+
+
+def is_here() -> bool:
+    """Whether lanes are on this machine: this process has started the cluster, or would start it.
+
+    A cluster that somebody else has started may have further machines.
+    """
+    if starts_here():
+        return True
+    ray = sys.modules.get("ray")
+    connected = ray.get_runtime_context().gcs_address if ray and ray.is_initialized() else None
+    return connected is not None and connected == RayCluster.started_here
 
 
 def check_address() -> None:
@@ -114,12 +126,15 @@ class RayCluster:
 
     Attributes:
         sweeper: removes files that are added to it, if this process is killed.
+        started_here: the address of the last cluster that this process has started, or None.
 
     Raises:
         UserError: there is no shared memory, RAY_ADDRESS cannot be joined, or no folder has a path
             that is short enough for Ray's sockets.
         RunFailed: Ray has not come up.
     """
+
+    started_here: ClassVar[str | None] = None
 
     def __init__(self, lanes: Sequence[LaneSpec]) -> None:
         check_shared_memory()
@@ -149,6 +164,7 @@ class RayCluster:
             include_dashboard=False,
             log_to_driver=True,
         )
+        RayCluster.started_here = ray.get_runtime_context().gcs_address
 
     def _connect(self, address: str | None, **settings: Any) -> None:
         """Connect to a cluster, or start one. A second try is made: under load Ray times out.

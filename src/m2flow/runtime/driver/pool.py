@@ -33,7 +33,7 @@ from m2flow.flow.worker import Isolation
 from m2flow.runtime.arguments import check_count, check_seconds
 from m2flow.runtime.driver.cluster import RayCluster
 from m2flow.runtime.driver.processes import START_SECONDS, LaneProcesses
-from m2flow.runtime.driver.template import LaneTemplate
+from m2flow.runtime.driver.template import LaneTemplate, cluster_of
 from m2flow.runtime.lane.actor import LAUNCHER, LaneAddress
 from m2flow.runtime.lane.exchange import Exchange, name_of
 from m2flow.runtime.lane.orders import (
@@ -101,7 +101,8 @@ class LanePool:
         start_seconds: longest that lanes may take to start at first; two minutes at least.
         spares: how many processes wait on each machine, with their imports done, for a lane of
             cores to be lost whose place they take.
-        template: of which lanes of cores are forks; it was made for the pool, and ends with it.
+        template: of which lanes of cores are forks; it was made for the pool, and ends with it. By
+            default there is one where this process has started the cluster.
 
     Attributes:
         lanes: what was started, less those that were given up.
@@ -139,6 +140,8 @@ class LanePool:
         check_seconds("start_seconds", start_seconds, zero=True)
         self.lanes, self._link = tuple(lanes), link
         self._lanes_per_process = lanes_per_process
+        if cluster is None and template is None:
+            cluster, template = cluster_of(self.lanes)
         self._cluster = cluster or RayCluster(self.lanes)
         self._key = uuid.uuid4().bytes + uuid.uuid4().bytes
         self._folder = Path(tempfile.gettempdir()) / f"m2flow-{uuid.uuid4().hex[:12]}"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.runtime.driver.cluster import signals_are_not_heard
+from m2flow.runtime.driver.cluster import RayCluster, is_here, signals_are_not_heard
 
 LANE = Path(__file__).parents[1] / "lane"
 
@@ -69,3 +69,25 @@ class LaneTemplate:
         self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+
+def cluster_of(
+    lanes: Sequence[LaneSpec], modules: Sequence[str] = ("torch",)
+) -> tuple[RayCluster, LaneTemplate | None]:
+    """The cluster for lanes; if it is our own, with the template of those that can be forks.
+
+    Args:
+        lanes: what is to be started on it.
+        modules: what the template imports, beside the start of Ray.
+
+    Raises:
+        UserError, RunFailed: as of `RayCluster`; no template is left then.
+    """
+    forks = is_here() and any(map(any_process_does, lanes))
+    template = LaneTemplate(modules) if forks else None
+    try:
+        return RayCluster(lanes), template
+    except BaseException:
+        if template is not None:
+            template.close()
+        raise
