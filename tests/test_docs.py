@@ -279,7 +279,7 @@ def test_runnable_python_runs(block: Block, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, f"{block}\n{done.stderr}"
@@ -291,7 +291,7 @@ def test_the_problems_of_the_tutorial_suffice_for_its_recipe(
     monkeypatch.chdir(tmp_path)
     own = [b for b in BLOCKS if b.page.name == "tutorial.md" and "problems.jsonl" in b.body]
     problems, recipe, _ = own
-    subprocess.run([sys.executable, "-c", problems.body], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", problems.body], check=True, timeout=600)
     Path("mine.yaml").write_text(recipe.body)
     read = read_recipe("mine.yaml", {"model": {}})
     assert isinstance(read, ReasoningRecipe)

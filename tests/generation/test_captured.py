@@ -58,10 +58,10 @@ def engine_of(model: Any, capture: Tape | None, **limits: Any) -> NativeEngine:
     return engine
 
 
-def requests(count: int, **drawn: Any) -> list[Request]:
+def requests(count: int, longest: int = CONTEXT - 10, **drawn: Any) -> list[Request]:
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 3, 9)))] for _ in range(4)]
-    params = [SamplingParams(rng.choice((3, 9, CONTEXT - 10)), **drawn) for _ in range(count)]
+    params = [SamplingParams(rng.choice((3, 9, longest)), **drawn) for _ in range(count)]
     return [Request(i, prompts[i % 4], 70 + i, one) for i, one in enumerate(params)]
 
 

@@ -152,9 +152,9 @@ def test_an_engine_draws_the_same(name: str, monkeypatch: pytest.MonkeyPatch) ->
     model = small_model(name).float()
 
     def drawn(**options: Any) -> dict[int, Completion]:
-        engine = NativeEngine(model.config, dtype=torch.float32, max_running=5, **options)
+        engine = NativeEngine(model.config, dtype=torch.float32, max_running=3, **options)
         engine.install(model.state_dict(), 0)
-        engine.submit(requests(6))
+        engine.submit(requests(4, longest=14))
         return drain(engine)
 
     expected = drawn()
