@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import time
@@ -273,11 +274,38 @@ def test_an_environment_of_gymnasium_that_answers_as_older_ones_did() -> None:
         (lambda: ActionSpec(1, (1.0,), (0.0,)), "the wrong way round"),
         (lambda: ActionSpec.discrete(0), "wrong way round|no choice"),
         (lambda: replace(SPEC, max_episode_steps=0), "max_episode_steps.*at least 1"),
+        (lambda: replace(SPEC, max_episode_steps=2.5), r"max_episode_steps.*2\.5.*whole number"),
+        (lambda: ObservationSpec("state", (0,)), r"'state'.*\(0,\).*whole numbers above 0"),
+        (lambda: ObservationSpec("state", (-1,)), r"'state'.*\(-1,\).*whole numbers above 0"),
+        (lambda: ObservationSpec("state", (2.0,)), r"'state'.*\(2\.0,\).*whole numbers above 0"),
+        (lambda: ObservationSpec("state", 3), "'state'.*got 3.*a tuple of whole numbers"),
+        (lambda: ActionSpec(1, (math.nan,), (0.0,)), "the wrong way round, or no numbers"),
+        (lambda: ActionSpec(1.0, (0.0,), (1.0,)), "an action has figures"),
+        (lambda: ActionSpec.discrete(3.0), r"there is no choice.*3\.0"),
+        (lambda: replace(SPEC, num_initial_states=0), "num_initial_states.*got 0.*at least 1"),
+        (lambda: replace(SPEC, num_initial_states=-3), "num_initial_states.*got -3.*at least 1"),
+        (lambda: replace(SPEC, num_initial_states=2, tasks=(("a", 3),)), "tasks.*got 3.*2"),
+        (lambda: replace(SPEC, tasks=(("a", 3),)), "tasks.*got 3.*num_initial_states"),
+        (lambda: replace(SPEC, restores="save"), "restores.*'save'.*saved or replayed"),
+        (lambda: replace(SPEC, observations=SPEC.observations * 2), "'state'.*name of its own"),
+        (
+            lambda: replace(SPEC, observations=(ObservationSpec("instruction", (2,)),)),
+            "'instruction'.*`instructions`",
+        ),
     ],
 )
 def test_a_spec_that_cannot_be(wrong: Callable[[], object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         wrong()
+
+
+def test_bounds_may_be_lists_or_arrays() -> None:
+    """They were taken, and every step raised that a list cannot be hashed."""
+    wanted = ActionSpec(2, (-1.0, 0.0), (1.0, np.inf))
+    low, high = np.array([-1, 0]), np.array([1, np.inf], np.float32)
+    for given in (ActionSpec(2, [-1, 0], [1, np.inf]), ActionSpec(2, low, high)):  # type: ignore[arg-type]
+        assert given == wanted
+        given.check(np.zeros((1, 1, 2), np.float32))
 
 
 def test_pictures_are_asked_for_by_their_own_names() -> None:

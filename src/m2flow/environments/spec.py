@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -52,6 +53,13 @@ class ObservationSpec:
                 value=self.dtype,
                 expected="float32 or uint8",
             )
+        if not isinstance(self.shape, tuple) or not all(_counts(size) for size in self.shape):
+            raise UserError(
+                f"observation {self.name!r} has no such shape",
+                key="shape",
+                value=self.shape,
+                expected="a tuple of whole numbers above 0",
+            )
 
     @property
     def is_picture(self) -> bool:
@@ -67,6 +75,11 @@ class ObservationSpec:
 def image_spec(name: str, height: int, width: int) -> ObservationSpec:
     """An RGB picture, uint8 [height, width, 3]."""
     return ObservationSpec(name, (height, width, 3), "uint8", 0, 255)
+
+
+def _counts(number: object) -> bool:
+    """Whether it says how many there are of something that there is."""
+    return isinstance(number, Integral) and int(number) > 0
 
 
 @lru_cache
@@ -96,7 +109,7 @@ class ActionSpec:
 
     Attributes:
         size: A, figures of one action; 1 where it is a choice.
-        low, high: bounds of each figure; infinite where there are none.
+        low, high: bounds of each figure, in any sequence; infinite where there are none.
         num_discrete: number of choices, 0 .. num_discrete - 1; None for continuous actions.
     """
 
@@ -106,14 +119,20 @@ class ActionSpec:
     num_discrete: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("low", "high"):  # a list or an array cannot be hashed, as each step does
+            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
         sizes = self.size, len(self.low), len(self.high)
-        if self.size < 1 or len(set(sizes)) > 1:
+        if not _counts(self.size) or len(set(sizes)) > 1:
             raise UserError(
                 "an action has figures, and each has bounds", key="actions", value=sizes
             )
-        if any(low > high for low, high in zip(self.low, self.high, strict=True)):
-            raise UserError("bounds are the wrong way round", key="actions", value=self.low)
-        if self.num_discrete is not None and self.num_discrete < 1:
+        if not all(low <= high for low, high in zip(self.low, self.high, strict=True)):
+            raise UserError(
+                "bounds are the wrong way round, or no numbers",
+                key="actions",
+                value=(self.low, self.high),
+            )
+        if self.num_discrete is not None and not _counts(self.num_discrete):
             raise UserError("there is no choice", key="actions", value=self.num_discrete)
 
     @classmethod
@@ -257,13 +276,44 @@ class EnvironmentSpec:
     restores: Literal["saved", "replayed"] = "replayed"
 
     def __post_init__(self) -> None:
-        if self.max_episode_steps is not None and self.max_episode_steps < 1:
+        if self.max_episode_steps is not None and not _counts(self.max_episode_steps):
             raise UserError(
-                f"an episode of {self.name} has no step",
+                f"an episode of {self.name} has no such number of steps",
                 key="max_episode_steps",
                 value=self.max_episode_steps,
-                expected="at least 1, or None for no bound",
+                expected="a whole number, at least 1, or None for no bound",
             )
+        if self.num_initial_states is not None and not _counts(self.num_initial_states):
+            raise UserError(
+                f"{self.name} has no such number of initial states",
+                key="num_initial_states",
+                value=self.num_initial_states,
+                expected="a whole number, at least 1, or None where any number names one",
+            )
+        of_tasks = sum(count for _, count in self.tasks)
+        if self.tasks and of_tasks != self.num_initial_states:
+            raise UserError(
+                f"the tasks of {self.name} do not share its initial states",
+                key="tasks",
+                value=of_tasks,
+                expected=f"num_initial_states = {self.num_initial_states} in all",
+            )
+        if self.restores not in ("saved", "replayed"):
+            raise UserError(
+                f"{self.name} cannot be restored so",
+                key="restores",
+                value=self.restores,
+                expected="saved or replayed",
+            )
+        names = [part.name for part in self.observations]
+        for name in names:
+            if name == "instruction" or names.count(name) > 1:
+                raise UserError(
+                    f"{self.name} gives an observation whose name is taken",
+                    key="observations",
+                    value=name,
+                    expected="a name of its own for each, and sentences by `instructions`",
+                )
 
     def task_of(self, initial_state: int) -> str:
         """Name of the task that a numbered initial state is one of; the environment's, if alone."""

@@ -14,7 +14,11 @@ def test_a_rollout_takes_an_environment_that_had_its_task() -> None:
 
     def make(count: int) -> Any:
         vector = make_environments("table:reach", count)
-        vector.spec = replace(vector.spec, tasks=(("first", 10), ("second", 10)))
+        states: dict[str, Any] = {
+            "tasks": (("first", 10), ("second", 10)),
+            "num_initial_states": 20,
+        }
+        vector.spec = replace(vector.spec, **states)
         made.append(vector)
         return vector
 
