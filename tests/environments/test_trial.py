@@ -114,6 +114,42 @@ class FourTuple(Mine):
         return {}, 1.0, False, {}
 
 
+class Silent(Mine):
+    """Forgets its reward."""
+
+    def step(self, action: Array) -> Transition:
+        return Transition(None)  # type: ignore[arg-type]
+
+
+class Wrapped(Mine):
+    """Gives its reward in an array."""
+
+    def step(self, action: Array) -> Transition:
+        return Transition(np.ones(1))  # type: ignore[arg-type]
+
+
+class Undecided(Mine):
+    """Does not know whether it stands solved."""
+
+    def step(self, action: Array) -> Transition:
+        return Transition(1.0, success=None)  # type: ignore[arg-type]
+
+
+class OfNumpy(Mine):
+    """Gives NumPy's numbers."""
+
+    def step(self, action: Array) -> Transition:
+        return Transition(np.float32(1), np.bool_(False), np.array(False), np.int64(1))  # type: ignore[arg-type]
+
+
+class Unsaved(Mine):
+    """Says that it saves its state, and does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec = replace(SPEC, restores="saved")
+
+
 class Sleeps(Mine):
     """Never comes back."""
 
@@ -149,7 +185,7 @@ def tried(make: Callable[[], Environment], seconds: float = 30.0) -> Environment
     return environment
 
 
-@pytest.mark.parametrize("make", [Mine, Sometimes, Numbered])
+@pytest.mark.parametrize("make", [Mine, Sometimes, Numbered, OfNumpy])
 def test_one_that_works_is_tried_and_closed(make: type[Mine]) -> None:
     environment = tried(make)
     assert isinstance(environment, Mine)
@@ -192,6 +228,10 @@ def test_what_is_raised_as_an_environment_is_closed_costs_nothing(
         (FloatPicture, "ValueError: observation 'image' is float64, and its spec says uint8"),
         (Nameless, "KeyError: 'state'"),
         (FourTuple, "`step` gives a tuple .*expected a Transition"),
+        (Silent, "`reward` of `step` is no number: None"),
+        (Wrapped, r"`reward` of `step` is no number: array\(\[1\.\]\)"),
+        (Undecided, "`success` of `step` is no number: None"),
+        (Unsaved, "NotImplementedError: mine has no `state`"),
     ],
 )
 def test_what_does_not_fit_is_one_line(make: type[Mine], said: str) -> None:
@@ -361,7 +401,10 @@ def test_what_can_be_shown_is_a_picture(shape: tuple[int, ...], dtype: str) -> N
     assert (picture == 7).all()
 
 
-@pytest.mark.parametrize("drawn", [None, np.zeros((4, 6, 3)), np.zeros((4, 6, 2), np.uint8)])
+@pytest.mark.parametrize(
+    "drawn",
+    [None, np.zeros((4, 6, 3)), np.zeros((4, 6, 2), np.uint8), np.zeros((0, 6, 3), np.uint8)],
+)
 def test_what_cannot_be_shown_is_no_picture(drawn: Any) -> None:
     with pytest.raises(UserError, match="my:Mine: draws no picture"):
         as_picture("my:Mine", drawn)

@@ -77,11 +77,11 @@ class Environment(ABC):
 
     def state(self) -> Any:
         """The simulator's state, if `spec.restores` is "saved"; it can be pickled."""
-        raise NotImplementedError(f"{self.spec.name} is restored by replaying its actions")
+        raise NotImplementedError(f"{self.spec.name} has no `state`: its actions are replayed")
 
     def restore(self, state: Any) -> None:
         """Go on where `state` was called, in an episode that `reset` has just begun."""
-        raise NotImplementedError(f"{self.spec.name} is restored by replaying its actions")
+        raise NotImplementedError(f"{self.spec.name} has no `restore`: its actions are replayed")
 
     def close(self) -> None:  # noqa: B027, most simulators need none
         """Let go of the simulator."""
@@ -105,7 +105,12 @@ def as_picture(name: str, drawn: Any) -> Array:
     picture = np.asarray(drawn)
     if picture.ndim == 2:
         picture = np.stack([picture] * 3, axis=-1)
-    if picture.dtype.kind not in "iu" or picture.ndim != 3 or picture.shape[2] not in (3, 4):
+    if (
+        picture.dtype.kind not in "iu"
+        or picture.ndim != 3
+        or picture.shape[2] not in (3, 4)
+        or not picture.size
+    ):
         raise UserError(
             "draws no picture",
             key=name,

@@ -6,6 +6,7 @@ line. An environment that fails now and then is no mistake: it has a few attempt
 
 from __future__ import annotations
 
+import pickle
 import signal
 import threading
 import time
@@ -51,7 +52,8 @@ def made(name: str, make: Callable[[], Environment]) -> Environment:
 
 
 def try_out(environment: Environment, name: str, seconds: float) -> None:
-    """Begin an episode, take a step, and close the environment.
+    """Begin an episode, take a step, save and restore it where that is said, and close the
+    environment.
 
     Args:
         environment: one of its kind, to be used by nobody else.
@@ -118,14 +120,24 @@ def _take_first_step(environment: Environment, name: str) -> None:
 
 def _first_step(environment: Environment, name: str, seed: int) -> None:
     numbered = environment.spec.num_initial_states is not None
-    environment.reset(seed, 0 if numbered else None)
+    start = 0 if numbered else None
+    environment.reset(seed, start)
     _look(environment)
     did = environment.step(_any_action(environment.spec.action))
     if not isinstance(did, Transition):
         raise UserError(
             f"`step` gives a {type(did).__name__}", key=KEY, value=name, expected="a Transition"
         )
+    for field, said in did._asdict().items():
+        if np.ndim(said) or np.asarray(said).dtype.kind not in "fiub":
+            raise UserError(f"`{field}` of `step` is no number: {said!r}", key=KEY, value=name)
     _look(environment)
+    if environment.spec.restores == "saved":
+        saved = environment.state()
+        pickle.dumps(saved)  # as it is where the environment steps aside
+        environment.reset(seed, start)
+        environment.restore(saved)
+        _look(environment)
 
 
 def _look(environment: Environment) -> None:
