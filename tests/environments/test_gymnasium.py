@@ -280,6 +280,16 @@ def test_actions_in_whole_numbers_are_the_nearest_ones():
     assert environment._made.action.dtype == np.int64
 
 
+def test_actions_of_truth_values_are_the_nearest_ones():
+    """All that was not 0 was True: a squashed policy never chose the other."""
+    space = spaces.Box(0, 1, (3,), np.bool_)
+    environment = GymnasiumEnvironment.of_class("mine:Everything", Everything, action=space)
+    environment.reset(0, None)
+    environment.step(np.array([0.1, 0.9, 0.0], np.float32))
+    assert environment._made.action.tolist() == [False, True, False]
+    assert space.contains(environment._made.action)
+
+
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])
 def test_what_rounding_has_put_out_of_bounds_is_at_the_bound(shape):
     """Of the space, too: environments assert that an action is in it."""
@@ -365,6 +375,47 @@ def test_observations_without_figures_are_refused_in_a_line(given, said):
     with pytest.raises(UserError, match=f"mine:Blind: its observations {said}") as caught:
         GymnasiumEnvironment.of_class("mine:Blind", Blind)
     assert "\n" not in str(caught.value)
+
+
+SHELF = spaces.Dict({"held": spaces.Discrete(3), "rows": spaces.Tuple((spaces.Box(0, 1, (2, 3)),))})
+ROWS = (np.arange(6.0).reshape(2, 3),)
+
+
+@pytest.mark.parametrize(
+    ("space", "seen", "wanted"),
+    [
+        (spaces.Discrete(3, start=-1), -1, [1, 0, 0]),
+        (spaces.Discrete(3), np.int64(2), [0, 0, 1]),
+        (spaces.Discrete(3), -1, None),
+        (spaces.Discrete(3, start=-1), 2, None),
+        (spaces.MultiDiscrete([2, 3]), np.array([1, 2]), [0, 1, 0, 0, 1]),
+        (spaces.MultiDiscrete([2, 3]), np.array([2, 0]), None),
+        (spaces.MultiDiscrete([2, 3]), np.array([0, -1]), None),
+        (spaces.Box(0, 9, (2, 3)), ROWS[0], [0, 1, 2, 3, 4, 5]),
+        (spaces.Box(0, 9, (2, 3)), ROWS[0].T, None),
+        (spaces.Dict({"a": spaces.Box(0, 255, (2,), np.uint8)}), {"a": [0.5, 300]}, [0.5, 300]),
+        (SHELF, {"held": 1, "rows": ROWS}, [0, 1, 0, 0, 1, 2, 3, 4, 5]),
+        (SHELF, {"held": -1, "rows": ROWS}, None),
+        (SHELF, {"held": 1, "rows": (ROWS[0].T,)}, None),
+    ],
+)
+def test_an_observation_is_not_taken_for_another(space, seen, wanted):
+    """A choice of -1 was seen as the last one, one too high as one of the next part."""
+
+    class Shelf(gymnasium.Env):
+        observation_space = space
+        action_space = spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return seen, {}
+
+    environment = GymnasiumEnvironment.of_class("mine:Shelf", Shelf)
+    environment.reset(0, None)
+    if wanted is None:
+        with pytest.raises(ValueError, match=r"is not of its space, (Discrete|MultiD|Box)"):
+            environment.observe()
+    else:
+        assert environment.observe()["state"].tolist() == wanted
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class GymnasiumEnvironment(Environment):
         self._shades = deque[Array](maxlen=self._span)
         self._see = _observer(made.observation_space)
         self._space = made.action_space
-        self._whole = np.issubdtype(made.action_space.dtype, np.integer)
+        self._whole = np.dtype(made.action_space.dtype).kind in "iub"
         self._as_is = made.action_space.dtype == np.float32 and len(made.action_space.shape) == 1
         self._last: Any = None
         limit = getattr(made.spec, "max_episode_steps", None) if made.spec else None
@@ -290,19 +290,53 @@ def _observer(space: Any) -> Callable[[Any], dict[str, Array]]:
     if isinstance(space, spaces.Box):
         if len(space.shape) == 1:
             return lambda observed: {"state": observed}
-        return lambda observed: {"state": np.ravel(observed)}
+        return lambda observed: {"state": _flat(space, observed)}
     if not isinstance(space, spaces.Dict):
-        return lambda observed: {"state": spaces.flatten(space, observed)}
+        return lambda observed: {"state": _flat(space, observed)}
     images, keys = _images(space), _figures(space)
 
     def see(observed: Any) -> dict[str, Array]:
         found = {own: observed[key] for own, key in images.items()}
         if keys:
-            flat = [np.ravel(spaces.flatten(space[key], observed[key])) for key in keys]
-            found["state"] = np.concatenate(flat)
+            found["state"] = np.concatenate([_flat(space[key], observed[key]) for key in keys])
         return found
 
     return see
+
+
+def _flat(space: Any, observed: Any) -> Array:
+    """An observation of that space as a vector, as Gymnasium flattens it."""
+    from gymnasium import spaces
+
+    _check(space, observed)
+    is_box = isinstance(space, spaces.Box)  # whose figures Gymnasium would cut to its dtype
+    return np.ravel(observed if is_box else spaces.flatten(space, observed))
+
+
+def _check(space: Any, observed: Any) -> None:
+    """Refuse what would be flattened as another observation is, without a word.
+
+    Raises:
+        ValueError: a choice that there is not, or figures in another order; a dimension of 1 may be
+            left out.
+    """
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict):
+        for key, part in space.items():
+            _check(part, observed[key])
+    elif isinstance(space, spaces.Tuple):
+        for part, seen in zip(space.spaces, observed, strict=True):
+            _check(part, seen)
+    elif isinstance(space, spaces.Box):
+        shape = np.shape(observed)
+        if [size for size in shape if size != 1] != [size for size in space.shape if size != 1]:
+            raise ValueError(f"the shape {shape} is not of its space, {space}")
+    elif isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+        count = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        place = np.asarray(observed) - space.start
+        if ((place < 0) | (place >= count)).any():
+            raise ValueError(f"the observation {observed} is not of its space, {space}")
 
 
 def _action(name: str, space: Any) -> ActionSpec:
