@@ -29,7 +29,8 @@ from m2flow.errors import UserError
 KEY = "warmup.data"
 
 Expert = Callable[[Any], Any]
-"""Given the environment, what to do there: float32 [A], or a number where A is 1."""
+"""Given the environment, what to do there: float32 [A], or a number where A is 1. Choices are
+numbered from 0, wherever a space of Gymnasium begins."""
 
 
 def played(
@@ -48,9 +49,10 @@ def played(
 
     Raises:
         UserError: what the expert says is no action of the environment, or what is observed is not
-            what its spec says.
+            what its spec says, or has the name of another array.
     """
     spec = environment.spec
+    _check_names(spec)
     rows: dict[str, list[Any]] = {"action": [], "episode": []}
     for number, seed in enumerate(seeds):
         environment.reset(seed, None)
@@ -67,6 +69,18 @@ def played(
             if did.terminated or did.truncated or did.success:
                 break
     return {name: np.array(column) for name, column in rows.items()}
+
+
+def _check_names(spec: EnvironmentSpec) -> None:
+    """Refuse an environment that gives what demonstrations have an array of their own for."""
+    for part in spec.observations:
+        if part.name in ("action", "episode"):
+            raise UserError(
+                f"{spec.name} gives an observation that demonstrations have no room for",
+                key="environment.name",
+                value=part.name,
+                expected="another name: `action` is what was done, `episode` when",
+            )
 
 
 def _seen(observed: Any, part: ObservationSpec, spec: EnvironmentSpec) -> Array:
@@ -86,12 +100,14 @@ def _decided(said: Any, spec: EnvironmentSpec) -> Array:
         action = np.atleast_1d(np.asarray(said, np.float32))
     except (TypeError, ValueError):
         action = np.empty(0, np.float32)
-    if action.shape != (spec.action.size,) or not np.isfinite(action).all():
+    fits = action.shape == (spec.action.size,) and bool(np.isfinite(action).all())
+    expected = f"{spec.action.size} finite figures in a list or an array"
+    if (count := spec.action.num_discrete) is not None:  # the nearest choice is not almost the same
+        expected = f"a whole number from 0 to {count - 1}"
+        fits = fits and float(action[0]) in range(count)
+    if not fits:
         raise UserError(
-            "the expert gives no action",
-            key="warmup.expert",
-            value=said,
-            expected=f"{spec.action.size} finite figures in a list or an array",
+            "the expert gives no action", key="warmup.expert", value=said, expected=expected
         )
     return spec.action.within(action).astype(np.float32)
 
@@ -124,6 +140,7 @@ def read_demonstrations(path: str, spec: EnvironmentSpec) -> dict[str, Array]:
         raise UserError(
             "is no file of demonstrations", key=KEY, value=path, expected="an .npz file of NumPy"
         )
+    _check_names(spec)
     shapes = {part.name: part.shape for part in spec.observations}
     shapes |= {"action": (spec.action.size,), "episode": ()}
     if spec.instructions is not None:

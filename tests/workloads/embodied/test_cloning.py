@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from m2flow.environments.demonstrations import (
     read_demonstrations,
     record_demonstrations,
 )
+from m2flow.environments.environment import Array, Transition
 from m2flow.environments.registry import make_environment
+from m2flow.environments.spec import ObservationSpec
+from m2flow.environments.table import TableEnvironment
 from m2flow.errors import UserError
 from m2flow.models.policies.flow_matching import FlowOptions, tiny_pi0
 from m2flow.models.policies.protocol import Policy
@@ -393,6 +398,47 @@ def test_what_an_expert_says_is_an_action_within_the_bounds(tmp_path: Path) -> N
     for said in ([0.1, 0.2], [float("nan")], "left", [[0.1]]):
         with pytest.raises(UserError, match=r"warmup\.expert: the expert gives no action"):
             played(environment, lambda _, said=said: said, range(1))
+
+
+@pytest.mark.parametrize("said", [-1, 2, 0.5])
+def test_a_choice_that_there_is_not_is_no_action(said: float) -> None:
+    """It was brought within the bounds: an expert of a space that begins at 1 did another thing."""
+    pytest.importorskip("gymnasium")
+    environment = make_environment("gymnasium:CartPole-v1")
+    with pytest.raises(UserError, match=r"warmup\.expert: the expert gives no .*from 0 to 1"):
+        played(environment, lambda _: said, range(1))
+    for taken in (0, 1.0, np.int64(1)):
+        assert set(played(environment, lambda _, taken=taken: taken, range(1))["action"].flat) == {
+            float(taken)
+        }
+
+
+class Remembering(TableEnvironment):
+    """Shows what was done last, by a name that demonstrations have for what is done."""
+
+    def __init__(self) -> None:
+        super().__init__("red")
+        last = ObservationSpec("action", (2,))
+        self.spec = replace(self.spec, observations=(*self.spec.observations, last))
+        self.last = np.zeros(2, np.float32)
+
+    def step(self, action: Array) -> Transition:
+        self.last = action
+        return super().step(action)
+
+    def observe(self) -> Mapping[str, Array]:
+        return {**super().observe(), "action": self.last}
+
+
+def test_an_observation_is_not_learned_as_an_action(tmp_path: Path) -> None:
+    """What was seen and what was done came into one array, and every other row was cloned."""
+    environment = Remembering()
+    said = r"table:red gives an observation that demonstrations have no room for \(got 'action'\)"
+    with pytest.raises(UserError, match=said):
+        played(environment, lambda one: one.expert(), range(1))
+    np.savez(tmp_path / "shown.npz", action=np.zeros((1, 2)))
+    with pytest.raises(UserError, match=said):
+        read_demonstrations(str(tmp_path / "shown.npz"), environment.spec)
 
 
 def test_a_file_of_demonstrations_may_lie_in_the_home_folder(
