@@ -123,6 +123,15 @@ def test_a_saturated_squash_keeps_wide_bounds_exactly() -> None:
     assert (ends >= low).all()
 
 
+def test_a_figure_without_width_can_be_cloned() -> None:
+    """It was divided by: the loss was no number, of all figures."""
+    head = SquashedGaussianHead(3, torch.tensor([0.5, -1.0]), torch.tensor([0.5, 1.0]))
+    shown = torch.tensor([[[0.5, 0.0]]])
+    tokens = head.tokens_of(shown)
+    assert tokens.isfinite().all()
+    torch.testing.assert_close(head.actions(tokens), shown)
+
+
 def test_entropy_of_a_squashed_gaussian_by_sampling() -> None:
     torch.manual_seed(0)
     head = SquashedGaussianHead(3, torch.tensor([-1.0]), torch.tensor([1.0]))
@@ -227,6 +236,8 @@ def test_levels_sum_tokens_to_actions_and_chunks() -> None:
         ({"actions": "gaussian", "low": [0.0], "high": HIGH}, "1 and 2"),
         ({"actions": "categorical", "low": LOW, "high": HIGH}, "not discrete"),
         ({"actions": "squashed", "low": [-math.inf], "high": [1.0]}, "finite bounds"),
+        ({"actions": "squashed", "low": [-3e38], "high": [3e38]}, "finite bounds"),
+        ({"actions": "squashed", "low": [-1e300], "high": [1.0]}, "finite bounds"),
     ],
 )
 def test_what_does_not_fit_is_said(arguments: dict[str, object], said: str) -> None:

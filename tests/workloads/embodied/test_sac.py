@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from safetensors.torch import load_file, save_file
 
 import m2flow
 from m2flow.algorithms.sampling import derive_seed
+from m2flow.environments.spec import ActionSpec
 from m2flow.errors import UserError
 from m2flow.flow import Place
 from m2flow.training.optimizer import SumOptimizer
 from m2flow.training.skipping import too_many
 from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
-from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment, spec_of
 from m2flow.workloads.embodied.replay import Replay, Transitions, transitions_of
 from m2flow.workloads.embodied.soft_update import STATE, SoftUpdate
+from m2flow.workloads.embodied.workers.source import PolicySource
 
 HERE = Path(__file__).parent
 
@@ -57,9 +60,15 @@ def recipe(**changes: Any) -> Any:
 
 
 def test_actions_without_bounds_are_refused() -> None:
+    said = r"policy.distribution: .* does not bound its actions"
     environment = {"name": "pointing:Pointing", "options": {"bounded": False}}
-    with pytest.raises(UserError, match=r"policy.distribution: .* does not bound its actions"):
+    with pytest.raises(UserError, match=said):
         EmbodiedExperiment(recipe(environment=environment))
+    # Of bounds whose distance float32 has not every action was the upper one.
+    wide = ActionSpec(1, (-3e38,), (3e38,))
+    spec = replace(spec_of(recipe()), action=wide)
+    with pytest.raises(UserError, match=said):
+        PolicySource(recipe().policy, spec).make()
 
 
 def kept_rollouts(some: Any, steps: int = 1) -> list[Any]:

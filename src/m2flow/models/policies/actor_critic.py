@@ -281,7 +281,7 @@ def action_head(
     if kind == "gaussian":
         return GaussianHead(features, low_A, high_A, chunk)
     if kind == "squashed":
-        if not bool(torch.isfinite(low_A).all() and torch.isfinite(high_A).all()):
+        if not bool(torch.isfinite(high_A - low_A).all()):
             raise UserError(
                 "a squashed Gaussian needs finite bounds",
                 key="policy.actions",

@@ -141,7 +141,8 @@ class SquashedGaussianHead(ActionHead):
         return torch.minimum(torch.maximum(actions, self.low), self.high)  # rounding
 
     def tokens_of(self, actions_BKA: Tensor) -> Tensor:
-        share = 2.0 * (actions_BKA - self.low) / (self.high - self.low) - 1.0
+        width_A = (self.high - self.low).clamp(min=torch.finfo(torch.float32).tiny)
+        share = 2.0 * (actions_BKA - self.low) / width_A - 1.0
         return share.clamp(-0.999, 0.999).atanh()
 
     def _gaussian(self, features_BF: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,6 +119,8 @@ class PolicySource:
 
     def _distribution(self) -> str:
         """What the actions are drawn from; refused where the environment takes another kind."""
+        import torch
+
         assert self.spec is not None
         discrete = self.spec.action.num_discrete is not None
         chosen = self.section.distribution
@@ -132,8 +133,8 @@ class PolicySource:
                 value=chosen,
                 expected="categorical" if discrete else "gaussian or squashed",
             )
-        bounds = (*self.spec.action.low, *self.spec.action.high)
-        if chosen == "squashed" and not all(map(math.isfinite, bounds)):
+        low_A, high_A = torch.tensor(self.spec.action.low), torch.tensor(self.spec.action.high)
+        if chosen == "squashed" and not bool((high_A - low_A).isfinite().all()):
             raise UserError(
                 f"{self.spec.name} does not bound its actions",
                 key="policy.distribution",
