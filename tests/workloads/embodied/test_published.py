@@ -252,6 +252,21 @@ def test_pictures_and_tasks_that_are_not_there_are_refused() -> None:
     assert "has no instructions" in line
 
 
+@pytest.mark.parametrize("kind", ["openvla", "pi0"])
+def test_a_tiny_model_wants_pictures_of_a_patch_or_more(kind: str) -> None:
+    """A convolution raised on the lane."""
+    line = refused({"policy": {"kind": kind}, "environment.options.pixels": 7})
+    assert "policy.cameras: the pictures of a tiny model are too small (got 7)" in line
+    assert "at least 8 pixels of height" in line
+
+
+def test_who_decodes_one_action_has_no_chunk() -> None:
+    """It was said when the weights had been read, of keys that no recipe has."""
+    line = refused({"policy": {"kind": "openvla", "chunk": 4}})
+    assert "policy.chunk: openvla decodes the tokens of one action (got 4)" in line
+    assert "policy.kind: openvla-oft" in line
+
+
 @needs_vla
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "does not exist" in refused({"model": str(tmp_path / "nowhere")})

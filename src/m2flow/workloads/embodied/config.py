@@ -175,6 +175,14 @@ class PolicySection(Section):
     def _keys_belong_to_the_kind(self) -> PolicySection:
         common.refuse_keys_of_others(self, "policy.kind", KEYS_OF_POLICIES)
         common.refuse_keys_of_others(self, "policy.noise", {"noise_level": ("sde",)})
+        if self.kind == "openvla" and self.chunk > 1:
+            raise UserError(
+                "openvla decodes the tokens of one action",
+                key="policy.chunk",
+                value=self.chunk,
+                expected="1",
+                hint="of a checkpoint that decodes chunks say policy.kind: openvla-oft",
+            )
         if self.kind == "openvla-oft" and self.chunk == 1:
             raise UserError(
                 "openvla-oft decodes the actions of a chunk at once, and reads no other chunk than "

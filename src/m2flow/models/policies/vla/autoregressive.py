@@ -28,7 +28,7 @@ class OpenVLAPolicy(VLAPolicy):
                 key="chunk",
                 value=options.chunk,
                 expected="1",
-                hint="chunks need a checkpoint of OpenVLA-OFT and family openvla-oft",
+                hint="chunks need a checkpoint of OpenVLA-OFT, and OpenVLAOFTPolicy",
             )
         super().__init__(model, tokenizer, options)
 

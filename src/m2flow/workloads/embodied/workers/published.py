@@ -13,6 +13,9 @@ from m2flow.errors import UserError
 from m2flow.models.policies.protocol import Policy
 from m2flow.workloads.embodied.config import TINY, PolicySection
 
+TINY_PATCH = 8
+"""Pixels of a side of what a model made on the spot sees as one: it has no smaller picture."""
+
 TINY_BINS = 32
 """Of an action coordinate in a model made on the spot: each of 256 is shown too rarely to learn."""
 
@@ -51,6 +54,13 @@ def vision_language_action(
         )
     for camera in section.cameras:  # each is resized by itself
         spec.picture_size([camera])
+    if tiny and (side := spec.observation(section.cameras[0]).shape[0]) < TINY_PATCH:
+        raise UserError(
+            "the pictures of a tiny model are too small",
+            key="policy.cameras",
+            value=side,
+            expected=f"at least {TINY_PATCH} pixels of height",
+        )
     spec.action.require(spec.action.size)  # no choices
     import_torchvision()  # before whatever imports it in a way that fails
     folder = None if tiny else model
