@@ -284,6 +284,11 @@ def test_a_choice_is_a_whole_number():
 def test_a_policy_that_does_not_fit_is_refused_beforehand():
     spec = ActionSpec(2, (-1.0, -1.0), (1.0, 1.0))
     spec.require(2, (-1, -0.5), (1, 0.5))
+    free = ActionSpec(2, (-np.inf, -4500.7), (np.inf, 4500.7))
+    in_float32 = np.array([-np.inf, -4500.7], np.float32).tolist()
+    free.require(2, in_float32, [-end for end in in_float32])
+    with pytest.raises(UserError, match="low bounds"):
+        free.require(2, (0.0, -4500.71))
     with pytest.raises(UserError, match="size"):
         spec.require(7)
     with pytest.raises(UserError, match="low bounds"):

@@ -231,11 +231,16 @@ class ActionSpec:
                 value=size,
                 expected=str(self.size),
             )
-        for name, bounds, own, sign in (("low", low, self.low, 1), ("high", high, self.high, -1)):
+        wide_low, wide_high = (ends.tolist() for ends in _widened(self.low, self.high))
+        for name, bounds, own, wide, sign in (
+            ("low", low, self.low, wide_low, 1),
+            ("high", high, self.high, wide_high, -1),
+        ):
             if bounds is None:
                 continue
             if len(bounds) != self.size or any(
-                sign * (mine - his) > TOLERANCE for his, mine in zip(bounds, own, strict=True)
+                sign * his < min(sign * mine, sign * far)
+                for his, mine, far in zip(bounds, own, wide, strict=True)
             ):
                 raise UserError(
                     f"the policy's {name} bounds of actions do not fit the environment",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from m2flow.environments.spec import ActionSpec
+from m2flow.environments.table import TableEnvironment
 from m2flow.errors import UserError
 from m2flow.observe.progress import JsonLines
 from m2flow.plan import parse_lanes
@@ -155,6 +158,24 @@ def test_the_folder_that_is_named_is_evaluated_or_refused_in_a_line(tmp_path: Pa
     file = copied / "policy.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     assert "policy.safetensors is cut off or damaged" in refused(copied, run / "config.yaml")
+
+
+class Narrow(TableEnvironment):
+    """A table whose hand takes smaller steps."""
+
+    def __init__(self) -> None:
+        super().__init__("red", privileged=True)
+        self.spec = replace(self.spec, action=ActionSpec(2, (-0.001,) * 2, (0.001,) * 2))
+
+
+def test_a_policy_of_wider_actions_is_refused_before_an_episode(tmp_path: Path) -> None:
+    """It was one as soon as an action was out of bounds, and the policy was to be squashed."""
+    run = train(RECIPE, {"steps": 1, "evaluation.episodes": 0}, run_dir=tmp_path / "run")
+    narrow = tmp_path / "narrow.yaml"
+    narrow.write_text(json.dumps({**RECIPE, "environment": {"name": f"{__name__}:Narrow"}}))
+    asked = Examination(run / "checkpoints" / "latest", narrow, limit=2, lanes=parse_lanes("cpu:1"))
+    with pytest.raises(UserError, match=r"policy: the policy's low bounds .*-1\.0.*-0\.001"):
+        examine(asked)
 
 
 def environments_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:

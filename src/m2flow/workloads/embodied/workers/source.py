@@ -63,7 +63,15 @@ class PolicySource:
                     key=self.folder,
                     hint="train with the recipe that it was made by",
                 ) from error
+            self._require_bounds(policy)
         return policy.to(device).eval()
+
+    def _require_bounds(self, policy: Policy) -> None:
+        """Refuse weights of a small policy that acts beyond the bounds of this environment."""
+        head: Any = getattr(policy, "head", None)
+        if self.spec is not None and hasattr(head, "low"):
+            low, high = head.low.tolist(), head.high.tolist()
+            self.spec.action.require(len(low), low, high)
 
     def is_copied(self, device: str) -> bool:
         """Whether the policy takes host memory of its own as it is loaded, for whatever device.
