@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import sys
@@ -419,6 +420,64 @@ def test_parquet_and_arrow_say_what_json_lines_say(tmp_path: Path) -> None:
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-9])
     with pytest.raises(UserError, match=r"cut\.parquet: is no whole Parquet file"):
         read_problems(tmp_path / "cut.parquet")
+
+
+def test_numbers_of_a_table_are_what_was_written_into_it(tmp_path: Path) -> None:
+    """0.1 as float32 was the answer 0.10000000149011612, which 0.1 is not; and a decimal number
+    was said to be no number."""
+    pa = pytest.importorskip("pyarrow")
+    from decimal import Decimal
+
+    import pyarrow.parquet as pq
+
+    texts = ["0.1", "-2.5", "33.3", "16777216.0", "1e-30"]
+    columns = {
+        "float32": pa.array(map(float, texts), pa.float32()),
+        "float64": pa.array(map(float, texts)),
+        "decimal": pa.array([Decimal(text) for text in texts[:4]] + [None]),
+    }
+    for name, column in columns.items():
+        table = pa.table({"question": ["which?"] * len(texts), "answer": column})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+        found = read_problems(tmp_path / f"{name}.parquet", on_bad_row="skip")
+        wanted = texts[: len(found)]
+        assert len(found) >= 4
+        assert [float(problem.answer) for problem in found] == [float(text) for text in wanted]
+        right = [verify(p.answer, text) for p, text in zip(found, wanted, strict=True)]
+        assert right == [1.0] * len(found), name
+
+
+def test_a_column_of_a_table_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """It was a traceback: a time after the year 9999, a part of a microsecond, no UTF-8."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    columns = {
+        "far": pa.array([2**55], pa.timestamp("ms")),
+        "text": pa.array([b"\xff\xfe"]).view(pa.string()),
+    }
+    if importlib.util.find_spec("pandas") is None:
+        columns["fine"] = pa.array([1], pa.timestamp("ns"))
+    for name, column in columns.items():
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({"question": ["a?"], "answer": ["1"], name: column}), path)
+        with pytest.raises(UserError, match=rf"{name}\.parquet: its column '{name}' holds"):
+            read_problems(path)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    """The last one's answers were the right ones, and nobody was told."""
+    path = write(tmp_path, "question,answer,answer", "a?,1,2", name="rows.csv")
+    with pytest.raises(UserError, match=r"rows\.csv: has two columns 'answer'"):
+        read_problems(path)
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    columns = [pa.array(["a?"]), pa.array(["1"]), pa.array(["2"])]
+    table = pa.Table.from_arrays(columns, names=["question", "answer", "answer"])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"rows\.parquet: has two columns 'answer'"):
+        read_problems(tmp_path / "rows.parquet")
 
 
 GPQA = (

@@ -17,6 +17,7 @@ import math
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -225,7 +226,7 @@ def _gold(column: str, answer: Any, judges: Collection[str]) -> str:
     """The right answer as it is compared."""
     if isinstance(answer, float) and not math.isfinite(answer):
         raise BadRowError(f"{column!r} is not finite: {answer}")
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
+    if isinstance(answer, int | float | Decimal) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str):
         raise BadRowError(f"{column!r} is neither a text nor a number: {answer!r}")

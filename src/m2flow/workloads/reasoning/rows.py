@@ -175,6 +175,7 @@ def _commas(file: Path) -> Iterator[FileRow]:
         with file.open(newline="", encoding="utf-8-sig") as opened:
             csv.field_size_limit(LONGEST_CELL)
             reader = csv.DictReader(opened, strict=True)
+            _check_names(file, reader.fieldnames or ())
             for row in reader:
                 yield FileRow(file, reader.line_num, partial(_complete, row))
     except (UnicodeDecodeError, csv.Error) as error:
@@ -210,12 +211,37 @@ def _columnar(file: Path) -> Iterator[FileRow]:
             batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
         number = 0
         for batch in batches:
-            for row in batch.to_pylist():
+            names = batch.schema.names
+            _check_names(file, names)
+            columns = [_listed(file, *named) for named in zip(names, batch.columns, strict=True)]
+            for cells in zip(*columns, strict=True):
                 number += 1
-                yield FileRow(file, number, row.copy)
+                yield FileRow(file, number, dict(zip(names, cells, strict=True)).copy)
     except pyarrow.ArrowInvalid as error:
         kind = file.suffix.removeprefix(".").capitalize()
         raise UserError(f"is no whole {kind} file ({error})", key=str(file)) from error
+
+
+def _listed(file: Path, name: str, column: Any) -> list[Any]:
+    """A column's values; of 32-bit numbers what was written, 0.1 and not 0.10000000149011612."""
+    if str(column.type) == "float":
+        column = column.cast("string").cast("double")
+    try:
+        values: list[Any] = column.to_pylist()
+    except (ValueError, OverflowError) as error:  # such as a time beyond the year 9999
+        raise UserError(
+            f"its column {name!r} holds what Python cannot ({error})",
+            key=str(file),
+            hint="leave the column out, or write it as text",
+        ) from error
+    return values
+
+
+def _check_names(file: Path, names: Sequence[str]) -> None:
+    """Refuse columns of one name, of which one alone would count."""
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"has two columns {twice!r}", key=str(file), hint="rename one of them")
 
 
 def _pyarrow(file: Path) -> Any:
