@@ -20,6 +20,7 @@ from m2flow.generation.records import Completion
 from m2flow.models.causal_lm import load_model
 from m2flow.plan import parse_lanes
 from m2flow.runtime.driver.launch import launch
+from m2flow.tools import ToolCall
 from m2flow.workloads.agentic.config import AgenticRecipe, EpisodeSection
 from m2flow.workloads.agentic.dialect import ChatDialect
 from m2flow.workloads.agentic.endpoint import server as endpoint
@@ -395,6 +396,25 @@ def test_a_reply_that_calls_has_its_thoughts_whole() -> None:
     reply = talk.take(said(f'{thoughts}<tool_call>{{"name": "f"}}</tool_call>'))
     assert reply["content"] == thoughts
     assert len(reply["tool_calls"]) == 1
+
+
+def test_a_call_that_an_agent_shows_is_written_as_the_policy_writes_its_own() -> None:
+    """Its arguments, which OpenAI's API has as a text, were a text in the template's JSON too."""
+    told = {"name": "f", "arguments": {"word": "\u00e9t\u00e9", "times": 1}}
+    function = {**told, "arguments": json.dumps(told["arguments"])}
+    call = {"id": "shown", "type": "function", "function": function}
+    shown = [
+        {"role": "user", "content": "show"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "shown", "content": "ok"},
+    ]
+    talk = conversation()
+    talk.extend([*shown, *HELLO], [])
+    reply = talk.take(said("hi"))
+    talk.extend([*shown, *HELLO, reply, *shown, *HELLO], [])
+    tokenizer = chat_tokenizer()
+    for text in (talk.prompt_ids, talk.ids):
+        assert ChatDialect(tokenizer, 100).calls(text) == [ToolCall("f", told["arguments"])]
 
 
 def in_parts(*texts: str) -> list[dict[str, str]]:

@@ -118,7 +118,7 @@ class Conversation:
         try:
             text = written(
                 self._tokenizer,
-                list(map(_with_text, messages)),
+                list(map(_for_template, messages)),
                 self._dialect.options,
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=True,
@@ -171,7 +171,7 @@ class Conversation:
         if all(message.get("role") == "tool" for message in messages):
             answers = [ToolResult(_text(message.get("content"))) for message in messages]
             return end + self._dialect.result_ids(answers)[0]
-        return end + self._dialect.message_ids(list(map(_with_text, messages)))
+        return end + self._dialect.message_ids(list(map(_for_template, messages)))
 
     @property
     def context(self) -> list[int]:
@@ -226,12 +226,30 @@ class Conversation:
         }
 
 
-def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its content as one text; an assistant's may have none beside its calls."""
-    content = message.get("content")
-    if content is None and message.get("role") != "tool":
-        return dict(message)
-    return {**message, "content": _text(content)}
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates take it: its content is one text, and arguments of calls are objects.
+
+    An assistant's may have no content beside its calls.
+    """
+    told, content = dict(message), message.get("content")
+    if content is not None or message.get("role") == "tool":
+        told["content"] = _text(content)
+    if calls := message.get("tool_calls"):
+        told["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _arguments(call)}}
+            for call in calls
+        ]
+    return told
+
+
+def _arguments(call: Mapping[str, Any]) -> Any:
+    """The arguments of a call, which the API has as JSON text; what is no object stays as it is."""
+    arguments = call["function"]["arguments"]
+    try:
+        read = json.loads(arguments)
+    except (TypeError, ValueError, RecursionError):
+        return arguments
+    return read if isinstance(read, dict) else arguments
 
 
 def _text(content: Any) -> str:
