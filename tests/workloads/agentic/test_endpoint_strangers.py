@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -159,6 +161,9 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
         {"frequency_penalty": 0.5}, {"presence_penalty": -1}, {"logprobs": True},
         {"top_logprobs": 3}, {"response_format": {"type": "json_object"}}, {"top_k": 20},
         {"min_p": 0.1}, {"tool_choice": "none", "tools": [FUNCTION]},
+        {"functions": [{"name": "f"}]}, {"repetition_penalty": 1.2}, {"min_tokens": 5},
+        {"ignore_eos": True}, {"stop_token_ids": [7]},
+        {"chat_template_kwargs": {"enable_thinking": False}},
     ],
 )  # fmt: skip
 def test_what_would_draw_otherwise_is_refused(
@@ -180,9 +185,57 @@ def test_what_would_draw_otherwise_is_refused(
         {"tool_choice": None, "tools": [FUNCTION]},
         {"tool_choice": "none"},
         {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0},
+        {"repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": []},
+        {"functions": None, "chat_template_kwargs": {}, "seed": 5},
     ],
 )
 def test_what_frameworks_say_without_a_wish_is_no_mistake(
     server: ConversationServer, asked: dict[str, Any]
 ) -> None:
     assert server._checked(asked) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit"),
+    [
+        ({"max_tokens": 5}, 5), ({"max_completion_tokens": 4, "max_tokens": 5}, 4),
+        ({"max_completion_tokens": None, "max_tokens": 5}, 5),
+        ({"max_completion_tokens": 0, "max_tokens": 5}, None), ({"max_tokens": 0}, None),
+        ({"max_tokens": True}, None), ({"max_tokens": 5.0}, None), ({"max_tokens": "5"}, None),
+    ],
+)  # fmt: skip
+def test_a_length_that_is_no_number_of_tokens_is_refused(
+    server: ConversationServer, asked: dict[str, Any], limit: int | None
+) -> None:
+    """None of it, beside another one, was passed over."""
+    if limit is not None:
+        assert server._checked(asked) == limit
+        return
+    with pytest.raises(endpoint.RefusedRequest, match="must be 1 or more"):
+        server._checked(asked)
+
+
+def test_a_caller_that_leaves_before_its_reply_is_no_news(
+    key: str, server: ConversationServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each agent whose client waited no longer left a traceback on the terminal."""
+    begun, go = threading.Event(), threading.Event()
+
+    def complete(*_: Any) -> dict[str, Any]:
+        begun.set()
+        assert go.wait(60)
+        return {}
+
+    server.complete = complete  # type: ignore[method-assign]
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {key}\r\n"
+    with knock(server) as line:
+        line.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
+        assert begun.wait(60)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handlers = [one for one in threading.enumerate() if "process_request" in one.name]
+    go.set()
+    for handler in handlers:
+        handler.join(60)
+    server.close()
+    assert handlers
+    assert capfd.readouterr() == ("", "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,13 @@ NEUTRAL: tuple[tuple[str, Any], ...] = (
     ("response_format", {"type": "text"}),
     ("logprobs", False),
     ("top_logprobs", 0),
+    ("functions", None),
+    # Of vLLM's and SGLang's endpoints.
+    ("repetition_penalty", 1),
+    ("min_tokens", 0),
+    ("ignore_eos", False),
+    ("stop_token_ids", None),
+    ("chat_template_kwargs", None),
 )
 """What requests may say of what is not served: that they do not ask for it."""
 
@@ -145,10 +153,13 @@ class ConversationServer:
         for name, plain in NEUTRAL:
             if asked.get(name) not in (None, plain, {}, []):
                 raise RefusedRequest(f"{name} = {asked[name]!r} is not served")
-        limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise RefusedRequest(f"max_tokens must be 1 or more, and is {limit!r}")
-        return limit
+        for name in ("max_completion_tokens", "max_tokens"):
+            limit = asked.get(name)
+            if limit is not None:
+                if type(limit) is not int or limit < 1:
+                    raise RefusedRequest(f"{name} must be 1 or more, and is {limit!r}")
+                return limit
+        return None
 
 
 def _check_texts(asked: Mapping[str, Any]) -> None:
@@ -212,6 +223,11 @@ def _chunks(completion: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator
 class _HTTP(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024  # agents begin all at once
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Tell of an error, unless it is that a client has left before its reply."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _ConversationHandler(BaseHTTPRequestHandler):
