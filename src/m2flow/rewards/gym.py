@@ -24,10 +24,14 @@ def gym_reward(
     A problem may have several right answers, so `row["entry"]` decides. `row["dataset"]` and
     `row["options"]` say which data set made the entry. What the scorer raises is raised.
     """
-    tagged = TAGGED.findall(completion)
-    text = tagged[-1].strip() if tagged else extract_answer(completion, numeric=False)
     scorer = _scorer(row["dataset"], json.dumps(row["options"], sort_keys=True))
-    return float(scorer.score_answer(text, row["entry"]))
+    return float(scorer.score_answer(gym_answer(completion), row["entry"]))
+
+
+def gym_answer(completion: str) -> str | None:
+    """The answer that is scored, or None where there is none; it may have several lines."""
+    tagged = TAGGED.findall(completion)
+    return tagged[-1].strip() if tagged else extract_answer(completion, numeric=False)
 
 
 def reasoning_gym() -> Any:

@@ -150,6 +150,23 @@ def test_the_answer_that_most_give(gold: str, texts: list[str], winner: int | No
     assert majority(texts, gold) == winner
 
 
+@pytest.mark.parametrize(
+    ("texts", "winner"),
+    [
+        (["9 9\n3 4", "8 8\n3 4", "1 2\n5 6", "1 2\n5 6"], 2),  # their last lines
+        (["3, 1, 2", "2, 1, 3", "1, 2, 3", "1, 2, 3"], 2),  # of mathematics one set
+        (["4 3\n2 1", "1 3\n2 4", "1 2\n3 4", "1  2\n3 4"], 2),  # and one product
+        (["7.50", "8", "7.5", "8.0", "7.5"], 0),
+        (["", "", "7"], 2),
+    ],
+)
+def test_the_answer_that_most_give_to_a_data_set_of_a_gym(texts: list[str], winner: int) -> None:
+    """Its answers are in tags, of several lines, and in an order: lists, grids, boards. The vote
+    read the last lines alone, and took lists of the same numbers for one answer."""
+    said = [f"I think\n<answer>{text}</answer> is 5" for text in texts]
+    assert majority(said, "1 2\n3 4", by="gym") == winner
+
+
 def test_where_no_answer_can_be_scored_there_are_no_figures(evaluate: Evaluate) -> None:
     """Such as of a run on a reasoning-gym data set, whose scorer asks for columns of its own."""
     said = r"^no answer could be scored: reward gym raised KeyError: 'dataset' \(gym\.py:"

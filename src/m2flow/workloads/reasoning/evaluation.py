@@ -17,6 +17,7 @@ from m2flow.flow import Flow, Stream
 from m2flow.generation.supported import ENGINES, check_installed
 from m2flow.plan import parse_lanes, with_memory
 from m2flow.rewards.final_answer import chosen_letter, extract_answer, right_letter
+from m2flow.rewards.gym import gym_answer
 from m2flow.rewards.number import read_number, same_number, without_symbols
 from m2flow.rewards.reward import path_of
 from m2flow.rewards.symbolic import canonical, same_expression
@@ -135,9 +136,10 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
         _log.warning(said, asked.data, len(failures), len(output), failures[0])
     groups = [range(n, n + asked.samples) for n in range(0, len(rewards), asked.samples)]
     elections = {}
-    if path_of(settings.reward) in FINAL_ANSWERS:
+    by = settings.reward
+    if path_of(by) in FINAL_ANSWERS:
         winners = [
-            majority([output["text"][row] for row in rows], output["answer"][rows[0]])
+            majority([output["text"][row] for row in rows], output["answer"][rows[0]], by)
             for rows in groups
         ]
         right = [
@@ -196,31 +198,41 @@ def _problems(asked: Examination) -> list[Problem]:
     )[: asked.limit]
 
 
-def majority(texts: Sequence[str], gold: str) -> int | None:
+def majority(texts: Sequence[str], gold: str, by: str = "math") -> int | None:
     """Which of several completions first gives the answer that most of them give; None for none.
 
     Choices are the same where their letters are; of other answers those that are spelled alike, and
     of the `COMPARED` most frequent spellings those that `math_reward` holds for equal. Of answers
     that are given equally often the one that comes first wins.
 
+    Args:
+        texts: the completions.
+        gold: the right answer.
+        by: the reward. Answers to a data set of reasoning-gym are what its scorer reads, and apart
+            from numbers those that are spelled alike: of lists and boards the order counts.
+
     Source: Wang et al. 2022 (arXiv 2203.11171), self-consistency.
     """
+    of_gym = path_of(by) == path_of("gym")
     gold = without_symbols(gold)
     numeric, votes = read_number(gold) is not None, Counter[Any]()
     lettered = right_letter(gold) is not None
     first: dict[Any, tuple[int, str]] = {}
     for place, text in enumerate(texts):
-        answer = extract_answer(without_symbols(text), numeric=numeric, choice=lettered)
+        if of_gym:
+            answer = gym_answer(text) or None
+        else:
+            answer = extract_answer(without_symbols(text), numeric=numeric, choice=lettered)
         if answer is None:
             continue
-        answer = (chosen_letter(answer) if lettered else None) or answer
+        answer = (chosen_letter(answer) if lettered and not of_gym else None) or answer
         number = read_number(answer)
         key = canonical(answer) if number is None else (number.value, number.percent)
         first.setdefault(key, (place, answer))
         votes[key] += 1
     kept: list[Any] = []
     for key, count in votes.most_common(COMPARED):
-        same = next((one for one in kept if _same(first[one][1], first[key][1])), None)
+        same = next((one for one in kept if _same(first[one][1], first[key][1], of_gym)), None)
         if same is None:
             kept.append(key)
         else:
@@ -232,10 +244,11 @@ def majority(texts: Sequence[str], gold: str) -> int | None:
     return first[max(votes, key=lambda key: (votes[key], -first[key][0]))][0]
 
 
-def _same(one: str, other: str) -> bool:
+def _same(one: str, other: str, alike: bool) -> bool:
+    """Are two answers one; `alike`: only if both are numbers, since their spellings differ."""
     numbers = read_number(one), read_number(other)
     if numbers[0] is None or numbers[1] is None:
-        return same_expression(one, other)
+        return not alike and same_expression(one, other)
     return same_number(numbers[0], numbers[1])
 
 
