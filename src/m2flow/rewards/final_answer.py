@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from m2flow.rewards.number import (
     DIGITS,
     MAX_ANSWER_CHARS,
+    SCALE,
     TIMES,
     read_number,
     tidy,
@@ -37,7 +38,7 @@ _TOKEN = re.compile(
           | [eE][-+]?[0-9]{{1,3}}(?![0-9A-Za-z])
           | \s?{TIMES}\s?10\s?(?:\^|\*\*)\s?[{{(]?\s?[-−+]?[0-9]+\s?[}})]? )?
     )
-    (?: \s? (?:hundred|thousand|million|billion|trillion)\b )?
+    (?: \s? {SCALE} )?
     (?: \s? (?:\\?%|percent\b) )?
     """,
     re.VERBOSE | re.ASCII,

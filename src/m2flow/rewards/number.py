@@ -1,9 +1,9 @@
 """Plain numbers as people and models write them, read exactly.
 
 `1,234`, `$18`, `18.0`, `1e5`, `3 \\times 10^{-5}`, `1/2`, `\\frac{1}{2}`, `2 1/2`, `50%`,
-`18 million`, `x = 18` and `18 \\text{ dollars}` become a rational number. What is not a plain
-number (`18x`, `\\sqrt{2}`, `18 or 19`) is None and math-verify's business. Knows nothing of
-completions.
+`18 million`, `18万元`, `0.1\\overline{6}`, `x = 18` and `18 \\text{ dollars}` become a rational
+number. What is not a plain number (`18x`, `\\sqrt{2}`, `18 or 19`) is None and math-verify's
+business. Knows nothing of completions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ SCALES = {
     "million": 10**6,
     "billion": 10**9,
     "trillion": 10**12,
+    "万": 10**4,
+    "萬": 10**4,
+    "亿": 10**8,
+    "億": 10**8,
 }
+"""What may stand behind a number and multiplies it."""
+
+SCALE = r"(?:(?:hundred|thousand|million|billion|trillion)\b|[万萬亿億])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ _NUMBER = re.compile(
       | (?:(?P<factor>{_SPACED}) \s* {TIMES} \s*)?
         10 \s* (?:\^|\*\*) \s* [{{(]? \s* (?P<power>[-+]?[0-9]{{1,3}}) \s* [}})]?
       | (?P<digits>{_SPACED}) (?:e(?P<exponent>[-+]?[0-9]{{1,3}}))? )
-    (?: \s* (?P<scale>{"|".join(SCALES)})\b )?
+    (?: \s* (?P<scale>{SCALE}) )?
     (?: \s* (?P<percent>%|(?:percent|per\ cent|pct)\b) )?
     (?P<rest>.*)
     """,
@@ -75,6 +82,13 @@ _NO_UNITS = frozenset(
     "thousand million billion trillion percent mod point not if unless than pi sqrt sin cos tan "
     "log ln exp".split()
 )
+_UNIT_IN_CHINESE = re.compile(
+    r"[\s(]*(?:千(?=[米克瓦卡焦]))?(?P<words>[\u4e00-\u9fff]{1,8})[\s)$]*"  # 元, 平方米, 千克
+)
+# Of its characters these say another number, or that there are several.
+_NO_UNITS_IN_CHINESE = frozenset(
+    "一二三四五六七八九十百千万萬亿億兆半多余餘几幾上下或和与與到至加减減乘除"
+)
 _UNIT = re.compile(
     r"\s*/?\s*\(?[A-Za-z]+(?:[\s./-]+[A-Za-z]+){0,7}\s*(?:\^\{?[23]\}?|[²³])?[\s.)$]*"
 )
@@ -84,7 +98,11 @@ _PAIR = re.compile(r"[-+\s($€£¥₹]*\([-+\s]*[0-9][^()$€£¥₹]*,", re.AS
 
 _SPACING = re.compile(r"(?<!\\)\\[,!;:>]|\\q?quad\b|\\left\b|\\right\b|\{\}")
 _SPACE = re.compile(r"(?<!\\)\\ |~")
-_DEGREES = re.compile(r"(?:\^\{?\\circ\}?|°)(?:\s*[CFK]\b)?")
+_DEGREES = re.compile(r"(?:\^\{?\\circ\}?|°|\^?\{?\\degree\b\}?)(?:\s*[CFK]\b)?")
+_REPEATING = re.compile(
+    r"(?<![0-9,.])(?P<whole>[0-9]*)\.(?P<few>[0-9]*)\\(?:overline|bar|dot)\s*"
+    r"\{?(?P<again>(?<=\{)[0-9]+(?=\})|(?<!\{)[0-9])\}?(?![0-9\\])"
+)
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|boxed|fbox|bm)\s*\{([^{}]*)\}"
 )
@@ -96,6 +114,9 @@ _NUMERAL = re.compile(
 )
 _EQUALS = re.compile(r"(?<![<>!≤≥≠:])=(?!=)")
 
+_FULL_WIDTH = {0xFEE0 + code: chr(code) for code in range(ord("!"), ord("~") + 1)}
+_FULL_WIDTH[ord("，")] = ", "  # between two numbers, and not within one
+
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉"
 _SYMBOL = re.compile(
     rf"(?P<raised>[{_RAISED}]+)|(?P<lowered>[{_LOWERED}]+)|(?P<fraction>[¼-¾⅐-⅞])"
@@ -104,7 +125,10 @@ _SYMBOL = re.compile(
 
 
 def without_symbols(text: str) -> str:
-    """Unicode's raised and lowered figures, fractions and roots in LaTeX: `x²` is `x^{2}`."""
+    """Unicode's raised and lowered figures, fractions and roots in LaTeX: `x²` is `x^{2}`.
+
+    What is as wide as a Chinese character is what it stands for: `（1，2）` is `(1, 2)`.
+    """
 
     def written(symbol: re.Match[str]) -> str:
         plain = unicodedata.normalize("NFKC", symbol[0]).replace("\N{MINUS SIGN}", "-")
@@ -118,7 +142,15 @@ def without_symbols(text: str) -> str:
         under = symbol["under"] or symbol["few"]
         return rf"\sqrt{{{under}}}" if under else r"\sqrt"
 
-    return _SYMBOL.sub(written, text)
+    return _SYMBOL.sub(written, text.translate(_FULL_WIDTH))
+
+
+def _repeated(decimal: re.Match[str]) -> str:
+    """`0.1\\overline{6}`, whose last digits go on without end, as a fraction."""
+    few, again = decimal["few"], decimal["again"]
+    start = int(decimal["whole"] + few or "0")
+    nines = 10 ** len(again) - 1
+    return f"{start * nines + int(again)}/{nines * 10 ** len(few)}"
 
 
 def tidy(text: str) -> str:
@@ -135,7 +167,7 @@ def tidy(text: str) -> str:
     text = text.strip('*`"“” \t\r\n')
     while text[:2] in (r"\(", r"\[") and text[-2:] in (r"\)", r"\]"):
         text = text[2:-2].strip()
-    return text.rstrip(".;,:*` \t\r\n")
+    return text.rstrip(".;,:*`。 \t\r\n")
 
 
 def unwrapped(text: str) -> str:
@@ -168,7 +200,7 @@ def read_number(text: str) -> PlainNumber | None:
         return None
     text = tidy(text)
     if "\\" in text:
-        text = tidy(without_wrappers(_FRAC.sub(_in_line, text)))
+        text = tidy(without_wrappers(_FRAC.sub(_in_line, _REPEATING.sub(_repeated, text))))
     *before, last = sides(text)
     last = last.strip()
     match = _NUMBER.fullmatch(last)
@@ -261,6 +293,8 @@ def _harmless(rest: str) -> bool:
     """May this text follow a number without changing it (units, closing punctuation)?"""
     if _CLOSING.fullmatch(rest):
         return True
+    if unit := _UNIT_IN_CHINESE.fullmatch(rest):
+        return _NO_UNITS_IN_CHINESE.isdisjoint(unit["words"])
     if not _UNIT.fullmatch(rest):
         return False
     words = re.findall(r"[a-z]+", rest.lower())

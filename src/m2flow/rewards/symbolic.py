@@ -94,6 +94,7 @@ def canonical(text: str) -> str:
     if _WORDS.fullmatch(text.strip("()")):
         return text.strip("().").casefold()
     text = re.sub(r"\\[dtc]frac", r"\\frac", text).replace("**", "^")
+    text = text.replace(r"\varnothing", r"\emptyset")
     return re.sub(r" (?![A-Za-z0-9])|(?<![A-Za-z0-9]) ", "", text)
 
 
