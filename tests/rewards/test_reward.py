@@ -20,6 +20,7 @@ from m2flow.errors import UserError
 from m2flow.rewards import addition_reward, batched, gym_reward, math_reward
 from m2flow.rewards.event_loop import MOST_THREADS, LateCoroutine, run_coroutine
 from m2flow.rewards.reward import (
+    LONGEST_REASON,
     TIMEOUTS_IN_A_ROW,
     Judged,
     Scores,
@@ -653,3 +654,21 @@ def test_a_generator_of_rewards_has_a_deadline() -> None:
     found = weighted_sum([WeightedReward(waits, deadline_seconds=0.2)], JUDGED)
     judged.set()
     assert all("gave nothing within 0.2 s" in why for why in found.failures)
+
+
+def test_why_there_is_no_reward_is_one_short_line() -> None:
+    """A whole completion, or an array of many lines, stood in the log and with each sample."""
+
+    def raises(*_: Any) -> float:
+        raise ValueError("no such thing:\n" + "x\n" * 100_000)
+
+    def gives(*_: Any) -> Any:
+        return ["some text\nof many lines"] * 10_000
+
+    judged = Judged([0], ["p"], ["c"], [[1]], [{}])
+    for function, begin in ((raises, "raised ValueError: no such"), (gives, "gave ['some text")):
+        reward: Any = function
+        (why,) = weighted_sum([WeightedReward(reward)], judged).failures
+        assert begin in why
+        assert len(why) <= LONGEST_REASON
+        assert len(why.splitlines()) == 1

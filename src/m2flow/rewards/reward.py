@@ -80,6 +80,9 @@ TIMEOUTS_IN_A_ROW = 3
 """After so many calls in a row without an answer the others of the batch are not made: what they
 wait for is down, and the stage would come to its own deadline."""
 
+LONGEST_REASON = 400
+"""Characters of a reason why there is no reward, which may quote what a function was given."""
+
 _WITHOUT_ORDER = (Mapping, AbstractSet, str, bytes)
 """What can be gone through, and is no list of rewards in the order of the samples."""
 
@@ -246,9 +249,18 @@ def weighted_sum(parts: Sequence[WeightedReward], judged: Judged) -> Scores:
                     each[number].append(added)
                     continue
                 why = f"makes it {total:g}, which float32 cannot hold"
-            failures[number] = failures[number] or f"reward {part.name} {why}"
+            failures[number] = failures[number] or _in_a_line(f"reward {part.name} {why}")
     rewards = [0.0 if why else math.fsum(some) for some, why in zip(each, failures, strict=True)]
     return Scores(rewards, failures)
+
+
+def _in_a_line(reason: str) -> str:
+    """A reason in one short line, with its end, which says where it comes from."""
+    line = " ".join(reason.split())
+    if len(line) <= LONGEST_REASON:
+        return line
+    half = (LONGEST_REASON - len(" ... ")) // 2
+    return f"{line[:half]} ... {line[-half:]}"
 
 
 @dataclass(frozen=True, slots=True)
