@@ -167,6 +167,15 @@ def test_the_answer_that_most_give_to_a_data_set_of_a_gym(texts: list[str], winn
     assert majority(said, "1 2\n3 4", by="gym") == winner
 
 
+@pytest.mark.parametrize("temperature", [1e-310, 1e-9])
+def test_a_temperature_that_a_recipe_may_not_have_is_refused(
+    evaluate: Evaluate, temperature: float
+) -> None:
+    """One over the first is infinite: tokens were drawn from no distribution."""
+    with pytest.raises(UserError, match="--temperature: is too low to divide by"):
+        evaluate(temperature=temperature)
+
+
 def test_where_no_answer_can_be_scored_there_are_no_figures(evaluate: Evaluate) -> None:
     """Such as of a run on a reasoning-gym data set, whose scorer asks for columns of its own."""
     said = r"^no answer could be scored: reward gym raised KeyError: 'dataset' \(gym\.py:"

@@ -22,7 +22,7 @@ from m2flow.rewards.number import read_number, same_number, without_symbols
 from m2flow.rewards.reward import path_of
 from m2flow.rewards.symbolic import canonical, same_expression
 from m2flow.workloads.common.examining import deadline_of, examined
-from m2flow.workloads.common.recipe import Recipe
+from m2flow.workloads.common.recipe import LEAST_TEMPERATURE, Recipe
 from m2flow.workloads.common.resume import recipe_of, run_of
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.reasoning.config import PRETRAINED, ReasoningRecipe
@@ -163,6 +163,13 @@ def _check(asked: Examination) -> None:
     if asked.data is None:
         raise UserError("is missing", key="--data", expected="problems as JSON lines")
     engine, temperature = ENGINES[asked.engine], asked.temperature or 0.0
+    if 0.0 < temperature < LEAST_TEMPERATURE:
+        raise UserError(
+            "is too low to divide by",
+            key="--temperature",
+            value=temperature,
+            expected=f"0 for the likeliest tokens, or at least {LEAST_TEMPERATURE}",
+        )
     if 0.0 < temperature < engine.least_temperature:
         raise UserError(
             f"{engine.label} draws at {engine.least_temperature} where less is asked",
