@@ -222,8 +222,8 @@ class Planning:
         for worker in sorted(self.graph.workers, key=sources.__contains__):
             nodes = [node for node in self.graph.nodes if node.worker == worker]
             costs = [profile.stage(node.name).costs for node in nodes]
-            known = [{(one.layout, one.lanes, one.kind) for one in some} for some in costs]
-            priced = dict.fromkeys((one.layout, one.lanes, one.kind) for one in costs[0])
+            known = [{one.where for one in some} for some in costs]
+            priced = dict.fromkeys(one.where for one in costs[0])
             options = [one for one in priced if all(one in some for some in known)]
             wanted = self.layouts.get(worker)
             names = {name for name, *_ in options}

@@ -204,6 +204,11 @@ class StageCost:
         ends = self.done is None or self.done.points[-1] == (1.0, 1.0)
         _check(ends, "must end at (1, 1)", "done", self.done)
 
+    @property
+    def where(self) -> tuple[str, int, str]:
+        """Layout, lanes of a replica and their kind."""
+        return self.layout, self.lanes, self.kind
+
     def times(self, ratio: float, finish_ratio: float | None = None) -> StageCost:
         """The cost where everything, or a `finish` otherwise, takes so many times as long."""
         return replace(
@@ -253,8 +258,7 @@ class StageProfile:
 
     def costs_in(self, layout: str, lanes: int, kind: str) -> list[StageCost]:
         """The costs in a layout, one for each running limit; none where it has no price."""
-        asked = layout, lanes, kind
-        return [one for one in self.costs if (one.layout, one.lanes, one.kind) == asked]
+        return [one for one in self.costs if one.where == (layout, lanes, kind)]
 
     def times(self, ratio: float) -> StageProfile:
         """The profile where every call takes so many times as long."""

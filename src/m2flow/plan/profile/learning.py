@@ -93,7 +93,7 @@ def _stage(node: StageNode, evidence: Evidence, known: Profile) -> StageProfile:
     before = known.stages.get(node.name)
     costs = before.costs if before else ()
     free = [one for one in costs if one.max_running is None] or costs
-    given = {(one.layout, one.lanes, one.kind): one for one in free}
+    given = {one.where: one for one in free}
     trust = KNOWN_CALLS if known.source == "measured" else 0.0
     seen = {where[1:]: calls for where, calls in evidence.timed(node.name).items()}
     if not seen and before is None:
@@ -102,18 +102,13 @@ def _stage(node: StageNode, evidence: Evidence, known: Profile) -> StageProfile:
             key=node.name,
             hint="give more steps, or batches with which every stage has something to do",
         )
-    ratios = [
-        call.seconds / given[layout].seconds.at(call.size)
-        for layout, calls in seen.items()
-        if layout in given
-        for call in calls
-        if given[layout].seconds.at(call.size) > 0
-    ]
-    ratio = median(ratios) if ratios else 1.0
+    both = [(layout, given[layout]) for layout in seen if layout in given]
+    ratio = _ratio(
+        (call.seconds, one.seconds.at(call.size)) for layout, one in both for call in seen[layout]
+    )
     ends = [
-        (end.seconds, given[layout].finish_seconds(round(end.size)))
-        for layout in seen
-        if layout in given
+        (end.seconds, one.finish_seconds(round(end.size)))
+        for layout, one in both
         for end in evidence.finishes((node.name, *layout))
     ]
     expected = sum(seconds for _, seconds in ends)
@@ -125,7 +120,7 @@ def _stage(node: StageNode, evidence: Evidence, known: Profile) -> StageProfile:
     others = [
         one.times(ratio, finish_ratio)
         for one in costs
-        if one.max_running is not None or (one.layout, one.lanes, one.kind) not in seen
+        if one.max_running is not None or one.where not in seen
     ]
     sizes = evidence.output_bytes.get(node.name, ())
     items = sum(count for count, _ in sizes)
@@ -182,6 +177,12 @@ def _cost(
     return replace(cost, spread=_spread_of_one(measured))
 
 
+def _ratio(seconds: Iterable[tuple[float, float]]) -> float:
+    """Return the median of measured over known seconds, of what was known to take any."""
+    ratios = [measured / known for measured, known in seconds if known > 0]
+    return median(ratios) if ratios else 1.0
+
+
 def points(samples: Iterable[Sample]) -> list[Point]:
     """Return what is typical for each size, sizes that are near each other together."""
     found = []
@@ -205,8 +206,7 @@ def _merged(measured: Sequence[Point], known: Piecewise | None, trust: float) ->
         count = one.count + trust
         seconds = (one.count * one.seconds + trust * known.at(one.size)) / count
         found.append(replace(one, seconds=seconds, count=count))
-    ratios = [one.seconds / known.at(one.size) for one in found if known.at(one.size) > 0]
-    ratio = median(ratios) if ratios else 1.0
+    ratio = _ratio((one.seconds, known.at(one.size)) for one in found)
     for size, seconds in known.points:
         if not any(size / NEAR < one.size < size * NEAR for one in measured):
             found.append(Point(size, seconds * ratio, 0.0, max(1.0, trust)))
@@ -236,8 +236,7 @@ def _finish(
         for n, seconds in told.items():
             count = len(by_replicas[n])
             found[n] = (count * found[n] + trust * seconds) / (count + trust)
-        ratios = [found[n] / seconds for n, seconds in told.items() if seconds > 0]
-        ratio = median(ratios) if ratios else 1.0
+        ratio = _ratio((found[n], seconds) for n, seconds in told.items())
         found = {**dict(known.scaled(y=ratio).points), **found}
     if len(found) == 1 and shared:
         found.update({2 * n: seconds / 2 for n, seconds in found.items()})
