@@ -162,7 +162,7 @@ def test_a_plan_of_the_users_own_is_judged(tiny: Path, m2flow: M2flow) -> None:
 
 def test_what_a_plan_of_the_users_own_leaves_out_is_filled_in(m2flow: M2flow) -> None:
     """Without sizes it was judged as if states took no memory, and moved in no time."""
-    words = ["plan", "qwen2.5-7b-ppo-math", "--cluster", "1x8xH100"]
+    words = ["plan", "qwen2.5-7b-ppo-math", "prompts_per_step=64", "--cluster", "1x8xH100"]
     plan = json.loads(m2flow(*words, "--json").out)
     plan["stages"]["verifier.score"]["chunk"] = 3  # it is not one of the planner's own
     Path("whole.json").write_text(json.dumps(plan))
@@ -190,7 +190,7 @@ def test_a_plan_of_the_users_own_for_other_lanes_is_refused(tiny: Path, m2flow: 
 
 
 def test_a_plan_of_the_users_own_that_cannot_run_says_why(m2flow: M2flow) -> None:
-    words = ["plan", "qwen2.5-7b-grpo-math", "--cluster", "1x8xH100"]
+    words = ["plan", "qwen2.5-7b-grpo-math", "prompts_per_step=64", "--cluster", "1x8xH100"]
     plan = json.loads(m2flow(*words, "--json").out)
     learner = plan["placements"]["learner"]
     learner |= {"replicas": [[n] for n in range(8)], "layout": "one", "state_bytes": 0}
@@ -273,7 +273,8 @@ def test_neither_torch_nor_ray_is_needed(tiny: Path) -> None:
 
 def test_modes_on_two_kinds_of_lanes_take_layouts_that_fit_both(m2flow: M2flow) -> None:
     """The learner's layout was the smallest that fits either; all lanes then had no such price."""
-    words = ["plan", "qwen2.5-7b-grpo-math", "--cluster", "1x8xH100+1x8xH200"]
+    few = "prompts_per_step=64"
+    words = ["plan", "qwen2.5-7b-grpo-math", few, "--cluster", "1x8xH100+1x8xH200"]
     outcome = m2flow(*words, "--mode", "collocated", "--json")
     assert outcome.code == 0, outcome.err
     assert outcome.plan.placements["learner"].layout == "fsdp4"
@@ -294,7 +295,7 @@ def test_a_mode_takes_layouts_that_divide_its_lanes(
 ) -> None:
     """The smallest that fits was taken, and refused by a name that nobody had given."""
     words = ["plan", recipe, "--cluster", cluster, "--model", "Qwen2.5-7B", "--mode", mode]
-    outcome = m2flow(*words, "--json")
+    outcome = m2flow(*words, "prompts_per_step=64", "--json")
     assert outcome.code == 0, outcome.err
     plan = outcome.plan
     assert plan.mode == mode
