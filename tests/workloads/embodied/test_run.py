@@ -56,7 +56,9 @@ def _no_learner(*_: object) -> None:
 def test_four_steps_are_two_a_stop_and_two_more(tmp_path: Path) -> None:
     whole = train(RECIPE, run_dir=tmp_path / "whole")
     train(RECIPE, {"steps": 2}, run_dir=tmp_path / "parts")
-    parts = train(RECIPE, run_dir=tmp_path / "parts", resume=True)
+    elsewhere = {"environment.processes": 2, "environment.steps_aside": True}
+    elsewhere["environment.deadlines"] = {"step": 90}
+    parts = train(RECIPE, elsewhere, run_dir=tmp_path / "parts", resume=True)
     ours, theirs = weights(whole), weights(parts)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():

@@ -27,6 +27,8 @@ MAY_CHANGE = {
     "training.gradient_checkpointing", "training.optimizer_on_host", "training.fused_kernels",
     "generation.max_running", "generation.cache_gb", "generation.captured_decode",
     "judge.max_running", "judge.cache_gb", "update.turns_per_microbatch",
+    "environment.processes", "environment.python", "environment.deadlines",
+    "environment.steps_aside",
 }  # fmt: skip
 """Keys that may differ when a run is resumed: they change no weight, but by rounding."""
 
