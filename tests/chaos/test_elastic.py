@@ -50,6 +50,7 @@ from tests.chaos.dying_workers import (
     seen,
 )
 from tests.cli.conftest import TINY
+from tests.runtime.local_cluster import local_cluster
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this module
 
@@ -61,7 +62,7 @@ BACK_SECONDS = 90.0
 
 @pytest.fixture(scope="module")
 def lanes() -> Iterator[LanePool]:
-    with LanePool(LANES) as pool:
+    with local_cluster(len(LANES)), LanePool(LANES) as pool:
         yield pool
 
 

@@ -171,7 +171,7 @@ def test_lanes_are_forks_of_it_and_so_are_those_in_their_place() -> None:
 def test_lanes_of_a_cluster_of_somebody_else_are_no_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have further machines, on which there is no template."""
     with local_cluster(1):
-        monkeypatch.setattr(RayCluster, "started_here", None)
+        monkeypatch.setattr(RayCluster, "started_here", False)
         with LanePool([LaneSpec(0)]) as pool:
             parent = psutil.Process(pool.addresses[0].process_id).ppid()
             assert str(LANE / "template.py") not in psutil.Process(parent).cmdline()

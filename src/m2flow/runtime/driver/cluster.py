@@ -66,11 +66,7 @@ def is_here() -> bool:
 
     A cluster that somebody else has started may have further machines.
     """
-    if starts_here():
-        return True
-    ray = sys.modules.get("ray")
-    connected = ray.get_runtime_context().gcs_address if ray and ray.is_initialized() else None
-    return connected is not None and connected == RayCluster.started_here
+    return starts_here() or RayCluster.started_here
 
 
 def check_address() -> None:
@@ -126,7 +122,7 @@ class RayCluster:
 
     Attributes:
         sweeper: removes files that are added to it, if this process is killed.
-        started_here: the address of the last cluster that this process has started, or None.
+        started_here: whether this process has started the cluster that it is connected to.
 
     Raises:
         UserError: there is no shared memory, RAY_ADDRESS cannot be joined, or no folder has a path
@@ -134,7 +130,7 @@ class RayCluster:
         RunFailed: Ray has not come up.
     """
 
-    started_here: ClassVar[str | None] = None
+    started_here: ClassVar[bool] = False
 
     def __init__(self, lanes: Sequence[LaneSpec]) -> None:
         check_shared_memory()
@@ -164,7 +160,7 @@ class RayCluster:
             include_dashboard=False,
             log_to_driver=True,
         )
-        RayCluster.started_here = ray.get_runtime_context().gcs_address
+        RayCluster.started_here = True
 
     def _connect(self, address: str | None, **settings: Any) -> None:
         """Connect to a cluster, or start one. A second try is made: under load Ray times out.
@@ -204,7 +200,7 @@ class RayCluster:
         """Disconnect; a cluster that was started here is ended and its files removed."""
         if self._ours:
             _shut_down()
-            self._ours = False
+            self._ours = RayCluster.started_here = False
         self._remove_files()
         self.sweeper.close()
 
