@@ -63,13 +63,14 @@ def test_each_costs_its_own_call(function: Callable[..., Any], concurrency: int)
 
 def test_what_agents_keep_in_a_module_serves_every_call_of_the_stage() -> None:
     """Each call had a loop of its own; and agents that it had left went on for nobody."""
-    limit, cancelled = asyncio.Semaphore(1), threading.Event()
+    limit, stays, cancelled = asyncio.Semaphore(1), threading.Event(), threading.Event()
 
     async def agent(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
         async with limit:
             await asyncio.sleep(0)
         if problem["prompt"] == "stay":
             try:
+                stays.set()
                 await asyncio.sleep(3600)
             finally:
                 cancelled.set()
@@ -80,9 +81,11 @@ def test_what_agents_keep_in_a_module_serves_every_call_of_the_stage() -> None:
         for item, prompt in enumerate(["", "", "", "stay"]):
             agents.begin(item, {"prompt": prompt}, Endpoint("", ""))
         told = [ended.get(timeout=60) for _ in range(3)]
+        assert stays.wait(60)
         agents.close()
         assert [why for _, why in told] == [""] * 3
         assert cancelled.wait(60)
+        stays.clear()
         cancelled.clear()
 
 
