@@ -40,7 +40,9 @@ SCALES = {
 }
 """What may stand behind a number and multiplies it."""
 
-SCALE = r"(?:(?:hundred|thousand|million|billion|trillion)\b|[万萬亿億])"
+_SCALE_WORDS = (rf"{word}\b" if word.isascii() else word for word in SCALES)
+SCALE = f"(?:{'|'.join(_SCALE_WORDS)})"
+"""One of them, as a regular expression."""
 
 
 @dataclass(frozen=True, slots=True)
