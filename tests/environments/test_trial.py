@@ -327,6 +327,7 @@ def test_an_environment_of_gymnasium_that_answers_as_older_ones_did() -> None:
         (lambda: replace(SPEC, num_initial_states=2, tasks=(("a", 3),)), "tasks.*got 3.*2"),
         (lambda: replace(SPEC, tasks=(("a", 3),)), "tasks.*got 3.*num_initial_states"),
         (lambda: replace(SPEC, restores="save"), "restores.*'save'.*saved or replayed"),
+        (lambda: replace(SPEC, instructions="go"), "instructions.*'go'.*(sentence,)"),
         (lambda: replace(SPEC, observations=SPEC.observations * 2), "'state'.*name of its own"),
         (
             lambda: replace(SPEC, observations=(ObservationSpec("instruction", (2,)),)),

@@ -288,6 +288,13 @@ class EnvironmentSpec:
                 value=self.max_episode_steps,
                 expected="a whole number, at least 1, or None for no bound",
             )
+        if isinstance(self.instructions, str):  # which is a collection too: of letters
+            raise UserError(
+                f"{self.name} gives its sentences as one",
+                key="instructions",
+                value=self.instructions,
+                expected="a tuple of sentences, of one too: (sentence,)",
+            )
         if self.num_initial_states is not None and not _counts(self.num_initial_states):
             raise UserError(
                 f"{self.name} has no such number of initial states",
