@@ -84,6 +84,34 @@ def test_a_shell_that_was_killed_hinders_nobody(tmp_path: Path) -> None:
     assert tmp_path.exists()
 
 
+HEARD = """
+import os, signal, sys, time
+from m2flow.runtime.transport.sweeping import Sweeper
+
+sweeper = Sweeper()
+sweeper.add(sys.argv[1])
+deadline = time.monotonic() + 10
+while time.monotonic() < deadline:  # until the shell has begun
+    lines = open(f"/proc/{sweeper._shell.pid}/status").read().splitlines()
+    (ignored,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigIgn"))
+    if ignored >> (signal.SIGTERM - 1) & 1:
+        break
+    time.sleep(0.01)
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    os.kill(sweeper._shell.pid, number)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_tells_a_whole_job_to_end_does_not_end_the_shell(tmp_path: Path) -> None:
+    """A scheduler tells each process of a job; a launcher's files stayed if it was killed then."""
+    folder = tmp_path / "pool"
+    folder.mkdir()
+    command = [sys.executable, "-c", HEARD, str(folder)]
+    assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
+    wait_until_gone(folder)
+
+
 def test_folders_in_shared_memory_are_swept_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

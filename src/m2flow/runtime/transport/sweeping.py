@@ -45,6 +45,7 @@ LOCKS_AT_MOST = 1000
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _SWEEP = f"""
+trap '' HUP INT TERM
 IFS=
 while read -r pattern; do
   [ "$pattern" = done ] && exit 0
@@ -66,7 +67,8 @@ while [ $second -lt {LINGER_SECONDS} ] && [ $quiet -lt {QUIET_SECONDS} ]; do
   sleep 1
 done
 """
-"""Read patterns; when no more can come, remove what fits them until nothing comes any more."""
+"""Read patterns; when no more can come, remove what fits them until nothing comes any more. What
+a scheduler tells all processes of a job does not end it."""
 
 
 def check_shared_memory() -> None:
