@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,6 +71,31 @@ def test_what_is_wrong_with_them_is_said_then() -> None:
 
 
 def test_lanes_that_are_never_asked_for_end_as_well() -> None:
+    def fail() -> None:
+        ahead.may_import()
+        assert ahead._pool.exception(60) is None
+        raise KeyError
+
+    with pytest.raises(KeyError), LanesAhead([LaneSpec(0, cores=(0,))]) as ahead:
+        fail()
+    assert not ahead.pool()._folder.exists()
+
+
+def test_lanes_that_nobody_wants_any_more_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal during the launcher's imports had the lanes' begin, on top of what it had cut off:
+    the command crashed, or ended when the lanes had come up.
+    """
+    closed: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.close = partial(closed.append, name)
+
+    parts = Part("cluster"), Part("template")
+    monkeypatch.setattr(ahead_module, "cluster_of", lambda *_: parts)
+    monkeypatch.setitem(sys.modules, POOL, None)  # which cannot be imported
     with pytest.raises(KeyError), LanesAhead([LaneSpec(0, cores=(0,))]) as ahead:
         raise KeyError
-    assert not ahead.pool()._folder.exists()
+    assert sorted(closed) == ["cluster", "template"]
+    with pytest.raises(CancelledError):
+        ahead.pool()

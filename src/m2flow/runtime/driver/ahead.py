@@ -12,7 +12,7 @@ it has imported what it shares with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING, Self
 
@@ -51,9 +51,10 @@ class LanesAhead:
         check_shared_memory()
         check_address()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lanes ahead")
-        self._imported = Event()
+        self._imported, self._given_up = Event(), Event()
+        events = self._imported, self._given_up
         self._pool: Future[LanePool] = self._thread.submit(
-            _start, lanes, modules, spares, start_seconds, self._imported
+            _start, lanes, modules, spares, start_seconds, *events
         )
 
     def may_import(self) -> None:
@@ -74,6 +75,8 @@ class LanesAhead:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if any(error):
+            self._given_up.set()
         self.may_import()
         if self._pool.exception() is None:
             # On the thread that connected to Ray: from another one, Ray waits 5 s for it.
@@ -87,10 +90,16 @@ def _start(
     spares: int,
     start_seconds: float,
     imported: Event,
+    given_up: Event,
 ) -> LanePool:
     cluster, template = cluster_of(lanes, modules)  # seconds, in other processes
 
     imported.wait(IMPORT_SECONDS)
+    if given_up.is_set():
+        cluster.close()
+        if template is not None:
+            template.close()
+        raise CancelledError("nobody wants the lanes any more")
     from m2flow.runtime.driver.pool import LanePool  # torch comes along
 
     pool = LanePool(
