@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from m2flow.errors import Stopped
+from m2flow.errors import CannotWrite, Stopped
 from m2flow.observe.run_directory import read_metrics
 from m2flow.training.checkpoint import resume_point, step_of
 from m2flow.workloads.common.stopping import HEED_SECONDS, StepInterrupted, StepOverdue, Stopping
@@ -317,6 +317,31 @@ def test_before_the_first_step_a_signal_ends_at_once() -> None:
     with pytest.raises(Stopped, match="SIGTERM: nothing was begun"), Stopping(60.0):
         send(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def swallow(number: int) -> None:
+    """As a package does whose import tries something and goes on without it."""
+    with suppress(BaseException):
+        send(number)
+
+
+def test_what_fails_since_a_package_has_swallowed_the_signal_is_not_told() -> None:
+    """A half-imported package ended the command with a traceback of somebody else's error."""
+    with pytest.raises(Stopped, match="SIGTERM: nothing was begun") as ended, Stopping(60.0):
+        raise ImportError(str(swallow(signal.SIGTERM)))
+    assert isinstance(ended.value.__cause__, ImportError)
+    with pytest.raises(CannotWrite), Stopping(60.0):
+        raise CannotWrite(str(swallow(signal.SIGTERM)))
+
+
+def test_an_error_of_a_step_that_a_signal_waits_for_is_told() -> None:
+    def fail() -> None:
+        assert stopping.step_begins()
+        send(signal.SIGTERM)
+        raise ImportError
+
+    with pytest.raises(ImportError), Stopping(60.0) as stopping:
+        fail()
 
 
 def test_no_step_begins_after_a_signal() -> None:

@@ -121,16 +121,16 @@ class Training:
     def _run_to_its_end(self) -> RunDirectory:
         try:
             return self._run()
-        except (Stopped, RunFailed) as error:  # a signal to all processes takes lanes with it
-            if self._stopping.asked is None or isinstance(error, CannotWrite):
+        except (Stopped, Exception) as error:
+            # A signal to all processes takes lanes with it.
+            cut_off = isinstance(error, Stopped | RunFailed)
+            cut_off = cut_off or self._stopping.is_consequence(error)
+            if self._stopping.asked is None or not cut_off or isinstance(error, CannotWrite):
                 self._note_end(error)
                 raise
             ended = Stopped(self._stopping.asked, self._how_far())
             self._note_end(ended)
             raise ended from error
-        except Exception as error:
-            self._note_end(error)
-            raise
         except SystemExit as error:
             failed = RunFailed(f"code that the run calls has called exit({error.code})")
             self._note_end(failed)

@@ -4,6 +4,9 @@ The first SIGTERM, SIGHUP or SIGINT is noted, and the run ends after the step at
 checkpoint. After a grace time that step is given up, as soon as the run asks (`heed`). If it does
 not, `StepInterrupted` is raised in the main thread, wherever it is, and at a second signal
 `Stopped`; a third one ends the process. Knows no run: `Training` asks.
+
+Before the first step `Stopped` is raised at once, and cuts imports off as well. Packages swallow it
+there, and fail later: what fails after it was raised is taken for its consequence.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
-from m2flow.errors import Stopped
+from m2flow.errors import CannotWrite, Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
@@ -39,11 +42,13 @@ class Stopping:
 
     Attributes:
         asked: the signal that has asked for the end; None for none.
+        raised: whether `Stopped` has been raised wherever the main thread was.
     """
 
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.asked: int | None = None
+        self.raised = False
         self._count, self._patient, self._in_step, self._overdue = 0, False, False, False
         self._interrupting = False  # the next signal is this object's own
         self._timer: threading.Timer | None = None
@@ -58,10 +63,17 @@ class Stopping:
                     self._before[number] = signal.signal(number, self._heard)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.step_is_over()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self.is_consequence(error):
+            assert self.asked is not None
+            raise Stopped(self.asked) from error
+
+    def is_consequence(self, error: BaseException | None) -> bool:
+        """Whether an error is not to be told, since it is what `Stopped` has brought about."""
+        return self.raised and isinstance(error, Exception) and not isinstance(error, CannotWrite)
 
     def step_begins(self) -> bool:
         """Whether a step may begin. From now on a signal waits for `step_is_over`."""
@@ -113,6 +125,7 @@ class Stopping:
                 self.step_is_over()
                 self._count += 1
                 assert self.asked is not None
+                self.raised = True
                 raise StepInterrupted(self.asked)
             return
         self._count += 1
@@ -121,7 +134,7 @@ class Stopping:
             os._exit(128 + number)  # lanes, cluster and shared memory end with the process
         first, self.asked = self.asked is None, self.asked or number
         if not first or not self._patient:
-            self._count = 2
+            self._count, self.raised = 2, True
             raise Stopped(self.asked)
         words = f"{signal.Signals(number).name}: ending after this step, or in "
         words += f"{self.grace_seconds:g} s at the latest; a second signal ends at once"
