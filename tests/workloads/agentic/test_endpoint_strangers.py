@@ -85,6 +85,13 @@ def test_a_length_that_is_none_is_refused_and_nothing_is_read(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_body_in_chunks_is_refused_by_its_name(server: ConversationServer, key: str) -> None:
+    """It was called no JSON, and its chunks were read as requests that follow it."""
+    chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    status, message = told(server, key, "0\r\nTransfer-Encoding: chunked", chunk)
+    assert (status, message.startswith("Transfer-Encoding is not served")) == (411, True)
+
+
 @pytest.mark.parametrize("length", ["-1", "abc", "0", str(10**15)])
 def test_without_a_key_nothing_is_read(server: ConversationServer, length: str) -> None:
     assert told(server, "guessed", length) == (401, "no conversation has this key")
@@ -163,7 +170,13 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
         {"min_p": 0.1}, {"tool_choice": "none", "tools": [FUNCTION]},
         {"functions": [{"name": "f"}]}, {"repetition_penalty": 1.2}, {"min_tokens": 5},
         {"ignore_eos": True}, {"stop_token_ids": [7]},
-        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": {"enable_thinking": False}}, {"parallel_tool_calls": False},
+        {"reasoning_effort": "low"}, {"structured_outputs": {"choice": ["a"]}},
+        {"guided_json": {"type": "object"}}, {"guided_regex": "a+"}, {"guided_choice": ["a"]},
+        {"guided_grammar": "root ::= 'a'"}, {"regex": "a+"}, {"ebnf": "root ::= 'a'"},
+        {"bad_words": ["a"]}, {"allowed_token_ids": [7]}, {"use_beam_search": True},
+        {"continue_final_message": True}, {"add_generation_prompt": False},
+        {"chat_template": "{{ messages }}"}, {"truncate_prompt_tokens": 9},
     ],
 )  # fmt: skip
 def test_what_would_draw_otherwise_is_refused(

@@ -35,12 +35,28 @@ NEUTRAL: tuple[tuple[str, Any], ...] = (
     ("logprobs", False),
     ("top_logprobs", 0),
     ("functions", None),
+    ("parallel_tool_calls", True),
+    ("reasoning_effort", None),
     # Of vLLM's and SGLang's endpoints.
     ("repetition_penalty", 1),
     ("min_tokens", 0),
     ("ignore_eos", False),
     ("stop_token_ids", None),
     ("chat_template_kwargs", None),
+    ("chat_template", None),
+    ("add_generation_prompt", True),
+    ("continue_final_message", False),
+    ("truncate_prompt_tokens", None),
+    ("structured_outputs", None),
+    ("guided_json", None),
+    ("guided_regex", None),
+    ("guided_choice", None),
+    ("guided_grammar", None),
+    ("regex", None),
+    ("ebnf", None),
+    ("bad_words", None),
+    ("allowed_token_ids", None),
+    ("use_beam_search", False),
 )
 """What requests may say of what is not served: that they do not ask for it."""
 
@@ -245,6 +261,8 @@ class _ConversationHandler(BaseHTTPRequestHandler):
         key = (self.headers.get("Authorization") or "").removeprefix("Bearer ").strip()
         if not self.owner.knows(key):
             return self._turn_away(401, NO_SUCH_KEY)
+        if "Transfer-Encoding" in self.headers:
+            return self._turn_away(411, "Transfer-Encoding is not served: say Content-Length")
         said = self.headers.get("Content-Length", "0")
         length = int(said) if re.fullmatch("[0-9]{1,18}", said) else -1
         if not 0 <= length <= MAX_BYTES:
