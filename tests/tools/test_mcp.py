@@ -143,6 +143,48 @@ def test_what_a_process_cannot_be_started_for_is_said(monkeypatch: pytest.Monkey
         make_tools([("mcp", {"command": SERVER})])
 
 
+SPEAKS = """
+import json, sys
+
+kind = sys.argv[1]
+tool = {"name": "answer", "inputSchema": {"type": "object"}}
+print("A banner for people.", flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    said = {"tools": [] if kind == "no tools" else [tool]}
+    if asked["method"] == "initialize":
+        version = asked["params"]["protocolVersion"]
+        who = {"name": "x", "version": "1"}
+        said = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": who}
+    elif asked["method"] == "tools/call":
+        said = {"content": [], "structuredContent": {"answer": 42}}
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": said}), flush=True)
+"""
+"""A server that writes lines of its own to standard output, and answers without a text."""
+
+
+def test_lines_that_are_no_messages_leave_nothing_on_the_terminal() -> None:
+    """Each left a traceback there, once for each process. An answer that is no text was lost."""
+    program = (
+        "from m2flow.tools import Toolbox, ToolCall, make_tools\n"
+        "import sys\n"
+        f"options = {{'command': [sys.executable, '-c', {SPEAKS!r}, '']}}\n"
+        "box = Toolbox(make_tools([('mcp', options)]))\n"
+        "print(box.carry_out([ToolCall('answer', {})])[0].text)\n"
+        "box.close()\n"
+    )
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ('{"answer": 42}\n', "")
+
+
+def test_a_server_without_tools_is_refused() -> None:
+    """The run had begun, with nothing for its policy to call."""
+    with pytest.raises(UserError, match=r"^tools\.mcp\.command: the server has no tools"):
+        make_tools([("mcp", {"command": [sys.executable, "-c", SPEAKS, "no tools"]})])
+
+
 def left_of(command: str) -> list[str]:
     """Processes of a command line after some time; they are ended."""
     words, deadline = ["ps", "-eww", "-o", "pid,args"], time.monotonic() + 60

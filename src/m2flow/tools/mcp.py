@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import importlib.util
+import json
+import logging
 import os
 import tempfile
 import threading
@@ -100,6 +102,8 @@ def _chosen(servers: Servers, command: Sequence[str], only: Sequence[str] | None
             value=list(command),
             hint="run the command by hand: it must speak MCP on its standard input and output",
         ) from None
+    if not listed:
+        raise UserError("the server has no tools", key="tools.mcp.command", value=list(command))
     unknown = set(only or ()) - {tool.name for tool in listed}
     if unknown:
         raise UserError(
@@ -160,9 +164,14 @@ class MCPTool:
         self.name, self.description, self.parameters = name, description, parameters
 
     def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
-        """The texts of the answer, one a line; what is no text is named."""
+        """The texts of the answer, one a line; what is no text is named.
+
+        An answer that is an object alone is its JSON.
+        """
         result = self._servers.call(self.name, arguments, seconds)
         text = "\n".join(getattr(one, "text", f"[{one.type}]") for one in result.content)
+        if not result.content and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             raise ToolError(text)
         return text
@@ -329,6 +338,8 @@ class _ServerProcess:
             from mcp.shared.exceptions import MCPError
             from mcp.types import INVALID_PARAMS
 
+            # It would tell with a traceback of each line that is no message, such as a banner.
+            logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
             words = StdioServerParameters(
                 command=self._command[0], args=list(self._command[1:]), env=dict(self._env)
             )
