@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.errors import UserError
+from m2flow.rewards.reward import LONGEST_REASON
 from m2flow.rewards.sandbox import Limits, ProgramOutcome
 from m2flow.tools import (
     Toolbox,
@@ -364,6 +365,18 @@ def test_what_a_tool_does_wrong_costs_its_own_call() -> None:
     assert (len(found[2].text), found[2].failure) == (MAX_CHARACTERS, "")
     assert found[3].error
     assert found[3].text == "no tool 'brokn'; did you mean 'broken'?"
+
+
+def test_why_a_tool_gave_nothing_is_one_short_line() -> None:
+    """What packages raise fills the terminal: schemas, rows of a table, a page of their site."""
+
+    def broken() -> str:
+        raise OSError("no disk\n" + "  row\n" * 1000 + "see the manual")
+
+    (found,) = Toolbox([FunctionTool(broken)]).carry_out([ToolCall("broken", {})])
+    assert found.failure.startswith("tool broken: no disk row row ")
+    assert found.failure.endswith(" row see the manual")
+    assert len(found.failure) <= LONGEST_REASON
 
 
 def test_a_tool_that_is_down_is_not_called_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:

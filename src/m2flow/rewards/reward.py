@@ -249,12 +249,12 @@ def weighted_sum(parts: Sequence[WeightedReward], judged: Judged) -> Scores:
                     each[number].append(added)
                     continue
                 why = f"makes it {total:g}, which float32 cannot hold"
-            failures[number] = failures[number] or _in_a_line(f"reward {part.name} {why}")
+            failures[number] = failures[number] or in_a_line(f"reward {part.name} {why}")
     rewards = [0.0 if why else math.fsum(some) for some, why in zip(each, failures, strict=True)]
     return Scores(rewards, failures)
 
 
-def _in_a_line(reason: str) -> str:
+def in_a_line(reason: str) -> str:
     """A reason in one short line, with its end, which says where it comes from."""
     line = " ".join(reason.split())
     if len(line) <= LONGEST_REASON:

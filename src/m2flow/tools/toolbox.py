@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from m2flow.errors import suggestion
-from m2flow.rewards.reward import TIMEOUTS_IN_A_ROW
+from m2flow.rewards.reward import TIMEOUTS_IN_A_ROW, in_a_line
 from m2flow.tools.tool import Tool, ToolCall, ToolError, ToolResult, arguments_of
 
 GRACE_SECONDS = 2.0
@@ -121,7 +121,7 @@ class Toolbox:
         if isinstance(found, ToolError):
             return ToolResult(str(found)[:MAX_CHARACTERS], error=True, seconds=seconds)
         why = str(found) or type(found).__name__
-        return ToolResult(failure=f"tool {tool.name}: {why}", seconds=seconds)
+        return ToolResult(failure=in_a_line(f"tool {tool.name}: {why}"), seconds=seconds)
 
 
 class _Patience:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from m2flow.rewards.reward import LONGEST_REASON
 from m2flow.workloads.agentic.endpoint.agents import Agents, Endpoint
 
 SECONDS = 0.5
@@ -59,6 +60,20 @@ def test_each_costs_its_own_call(function: Callable[..., Any], concurrency: int)
     assert told[2].startswith("the agent raised SystemExit: 0 (test_agents.py:")
     assert told[3].startswith("the agent raised CancelledError (test_agents.py:")
     assert ended.empty()
+
+
+def test_what_an_agent_raises_is_one_short_line() -> None:
+    def broken(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
+        raise OSError("no disk\n" + "  row\n" * 1000)
+
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    agents = Agents(broken, 1, SECONDS, ended)
+    agents.begin(0, {"prompt": "", "metadata": {}}, Endpoint("", ""))
+    _, why = ended.get(timeout=60)
+    agents.close()
+    assert why.startswith("the agent raised OSError: no disk row row ")
+    assert "(test_agents.py:" in why[-40:]
+    assert len(why) <= LONGEST_REASON
 
 
 def test_what_agents_keep_in_a_module_serves_every_call_of_the_stage() -> None:

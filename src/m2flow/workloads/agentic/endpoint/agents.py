@@ -22,11 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from m2flow.rewards.event_loop import LoopThread, shared_loop
+from m2flow.rewards.reward import in_a_line
 from m2flow.user_code import caught, gives_coroutines, what_raised
 from m2flow.workloads.agentic.endpoint.server import MODEL
-
-LONGEST = 400
-"""Characters of what an agent raised that are told."""
 
 
 @dataclass(frozen=True)
@@ -127,5 +125,4 @@ class Agents:
 
 
 def _why(error: BaseException) -> str:
-    said = what_raised(error)
-    return f"the agent raised {said if len(said) < LONGEST else f'{said[:LONGEST]} ...'}"
+    return in_a_line(f"the agent raised {what_raised(error)}")
