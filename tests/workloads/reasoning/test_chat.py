@@ -421,7 +421,7 @@ def test_a_checkpoint_is_asked_as_its_run_has_trained(
     assert trained.template == recipe.data.template is not None
     wanted = replace(
         asked, chat=True, chat_options={"a": 1}, system_prompt="", stop=(), max_new_tokens=9,
-        template="{question}?", temperature=0.5, reward="number",
+        template="{question}?", temperature=0.5, reward="number", dtype="bfloat16",
     )  # fmt: skip
     assert as_trained(wanted, 1000) == wanted
     bare = as_trained(replace(asked, chat=False), 1000)

@@ -104,6 +104,29 @@ def test_answers_are_scored_as_in_the_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert as_trained(replace(asked, reward="mine:own"), None).reward == "mine:own"
 
 
+@pytest.mark.parametrize(
+    ("model", "generation", "engine", "dtype"),
+    [
+        ("float64", None, "native", "float64"),
+        ("float32", "bfloat16", "native", "bfloat16"),
+        ("auto", None, "native", "auto"),
+        ("float64", None, "vllm", None),  # which does not compute in it
+    ],
+)
+def test_answers_are_computed_in_the_dtype_of_the_run(
+    model: str, generation: str | None, engine: str, dtype: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    parts = {"model": {"dtype": model}, "generation": {"dtype": generation}}
+    recipe = ReasoningRecipe.model_validate(parts)
+    asked = Examination(Path("model"), None, engine=engine)
+    assert as_trained(asked, None).dtype is None
+    monkeypatch.setattr(evaluation, "run_of", lambda _: Path("run"))
+    monkeypatch.setattr(evaluation, "recipe_of", lambda _: recipe)
+    assert as_trained(asked, None).dtype == dtype
+    assert as_trained(replace(asked, dtype="bfloat16"), None).dtype == "bfloat16"
+
+
 def test_lanes_may_share_a_model(evaluate: Evaluate) -> None:
     """As one that no lane can hold by itself."""
     alone, _ = evaluate(limit=4)

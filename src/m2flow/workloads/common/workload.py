@@ -68,7 +68,8 @@ class Examination:
             else for what real answers need.
         top_k, top_p, min_p: as the keys of `generation` of a reasoning recipe.
         engine: what draws the answers, as `generation.engine`.
-        dtype: what it computes in, as `generation.dtype`; None for the model's.
+        dtype: what it computes in, as `generation.dtype`; None for what the run has drawn in that
+            the model is a checkpoint of, if the engine can, else for `auto`.
         cache_gb: what keys and values may take, as `generation.cache_gb`.
         layout: how lanes share a model, as `layouts.generator`; None where each holds all of it.
         stop: strings that end an answer, as `generation.stop`; None for those of the run that the

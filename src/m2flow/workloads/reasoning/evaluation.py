@@ -118,7 +118,7 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
             top_p=asked.top_p,
             min_p=asked.min_p,
             engine=asked.engine,
-            dtype=asked.dtype,
+            dtype=settings.dtype,
             cache_gb=asked.cache_gb,
             stop=settings.stop or (),
             chat_options=None if chat is None else options,
@@ -318,6 +318,9 @@ def as_trained(asked: Examination, context: int | None) -> Examination:
             "template": own or DEFAULT_TEMPLATE if data.template is None else data.template,
             "chat": data.chat,
         }
+        dtype = generation.dtype or recipe.model.dtype
+        if dtype in ("auto", *ENGINES[asked.engine].dtypes):
+            usual["dtype"] = dtype
         if asked.chat is not False:
             usual |= {"system_prompt": data.system_prompt, "chat_options": data.chat_options}
     else:
