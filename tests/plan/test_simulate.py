@@ -227,6 +227,24 @@ def test_steps_in_flight_count_once_the_pipeline_is_full() -> None:
     assert ahead.idle == {0: pytest.approx(10 / 14), 1: pytest.approx(0.0)}
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_steps_that_end_in_bunches_are_counted_whole(ahead: int, steps: int) -> None:
+    """Both lanes generate, for 4 s and 4 s, then train together: two steps end in 22 s and 6 s. By
+    turns a step seemed to take 6 s and 22 s."""
+    profile = grpo_profile()
+    known = profile.stages["learner.train"]
+    costs = (*known.costs, replace(known.costs[0], lanes=2))
+    stages = {**profile.stages, "learner.train": replace(known, costs=costs)}
+    singly, together = Placement(((0,), (1,))), Placement(((0, 1),))
+    spots = {**dict.fromkeys(GRPO.workers, singly), "learner": together}
+    plan = Plan("custom", LANES, spots, max_staleness=ahead)
+    found = simulate(GRPO, plan, replace(profile, stages=stages), 4, steps=steps)
+    assert found.seconds == pytest.approx(14.0)
+    assert sum(found.terms.values()) == pytest.approx(2 * 14.0)
+    assert {"gen.generate", "learner.train"} <= {span.name for span in found.spans}
+
+
 def test_a_profile_of_other_replicas_is_refused() -> None:
     spots = {**ON_ONE_LANE.placements, "learner": Placement(((0, 1),))}
     with pytest.raises(UserError, match=r"learner\.train.*2 x cpu.*1 x cpu"):

@@ -33,9 +33,9 @@ class Prediction:
         stages: seconds of lanes that each stage takes a step.
         peak_bytes: for each lane with a limit of memory.
         staleness: mean version lag of the items.
-        spans: of the last step, for a picture.
+        spans: of the last step, for a picture; with staleness of all steps, as they overlap.
         alike: lanes that do what another lane does, whose spans stand for theirs, and that lane.
-        window: seconds between which the last step ran.
+        window: seconds between which the steps of `spans` ran.
         num_events: events that the engine has handled for it.
     """
 

@@ -20,7 +20,7 @@ from m2flow.plan.explain.words import in_words, summary
 from m2flow.plan.file import from_json, to_json
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.race import Entrant, tried
-from m2flow.plan.units import Bytes
+from m2flow.plan.units import Bytes, Seconds
 from tests.plan.explain.cases import GEN, TRAIN, lanes, plan_of, predicted, profile, span
 from tests.plan.small_graphs import TALKING
 
@@ -45,6 +45,13 @@ def test_the_bottleneck_is_what_fills_the_busiest_lanes() -> None:
     found = bottleneck(Candidate(plan, predicted(10, *spans)))
     assert (found.what, found.lanes, found.seconds, found.share) == (GEN, (0,), 9, 0.9)
     assert "the last 7 s of it run on at most half of its lanes" in found.why
+
+
+def test_the_bottleneck_is_told_of_a_step_where_several_are_shown() -> None:
+    spans = [span(0, GEN, 0, 9), span(0, GEN, 10, 19)]
+    prediction = replace(predicted(20, *spans), seconds=Seconds(10))
+    found = bottleneck(Candidate(plan_of("ahead", [0], [0]), prediction))
+    assert (found.what, found.seconds, found.share) == (GEN, 9, 0.9)
 
 
 def test_lanes_that_mostly_wait_are_bound_by_waiting() -> None:
@@ -112,6 +119,14 @@ def test_the_words_set_memory_at_its_peak() -> None:
     chosen = Candidate(replace(plan_of("a", [0, 1], [1]), lanes=limited), held)
     told = summary(explained(Decision(chosen, (), profile(), 16), TALKING))
     assert "memory: at most 1.23 KB of 2 KB on a lane" in told
+
+
+def test_the_picture_of_steps_that_overlap_says_how_many_it_shows(decision: Decision) -> None:
+    ahead = replace(predicted(20, span(0, GEN, 0, 20)), seconds=Seconds(10), staleness=0.5)
+    chosen = Candidate(replace(plan_of("a", [0, 1], [1]), max_staleness=1), ahead)
+    told = in_words(explained(Decision(chosen, (), profile(), 16), TALKING))
+    assert told[told.index("2 steps, which overlap:") + 1].startswith("lane 0 ")
+    assert not any("overlap" in line for line in in_words(explained(decision, TALKING)))
 
 
 def test_the_race_is_told_plan_by_plan(decision: Decision) -> None:

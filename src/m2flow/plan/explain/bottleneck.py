@@ -47,12 +47,13 @@ def bottleneck(candidate: Candidate) -> Bottleneck:
     spent = {**together.stages, **together.terms}
     del spent["compute"]  # the stages have it
     what = max(spent, key=lambda name: spent[name])
-    seconds = spent[what] / len(busiest)
+    share = accounts[0].share(spent[what] / len(busiest))
+    seconds = share * float(candidate.prediction.seconds)
     own = tuple(one.lane for one in busiest)
     why = ""
     if (tail := _tail(spans, what)) is not None:
         why = f"the last {brief(tail)} of it run on at most half of its lanes: the longest items"
-    return Bottleneck(what, own, seconds, accounts[0].share(seconds), why)
+    return Bottleneck(what, own, seconds, share, why)
 
 
 def _tail(spans: Sequence[Span], stage: str) -> float | None:

@@ -25,6 +25,9 @@ def in_words(explanation: Explanation, width: int = 100) -> list[str]:
     """
     lines = [*summary(explanation), "", *(f"  {line}" for line in explanation.stands), ""]
     drawn = picture(explanation.timeline, explanation.stages, width)
+    if drawn and explanation.predicted.staleness:
+        steps = round(explanation.timeline.seconds / explanation.seconds)
+        lines.append(f"{steps} steps, which overlap:")
     lines += [*drawn, ""] if drawn else []
     lines += costs(explanation)
     if explanation.ruled_out:
