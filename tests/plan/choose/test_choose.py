@@ -283,3 +283,21 @@ def test_a_loop_on_one_lane_is_dealt_into_groups_where_a_stage_passes_elsewhere(
     assert (chosen.plan.mode == "collocated") == (not elsewhere)
     again = simulate(graph, chosen.plan, profile, 8).seconds
     assert again == pytest.approx(chosen.prediction.seconds)
+
+
+def test_groups_are_tried_where_no_fixed_mode_has_a_price() -> None:
+    """A loop on the accelerator and a stage on cores: groups were among the last changes tried, as
+    calls of half the items take more than half as long."""
+    graph = graph_of(lambda a, b, c, x: c.score(loop(a.score, b.pause)(x)), "a", "b", "c")
+    turn = StageCost(1, Piecewise(((1.0, 0.5), (8.0, 0.5))), kind="gpu")
+    pause = Piecewise(((1.0, 1.5), (4.0, 1.5), (8.0, 2.0)))
+    profile = Profile(
+        {
+            "a.score": StageProfile((turn,), turns=Quantiles((20.0,) * 2)),
+            "b.pause": StageProfile((replace(turn, seconds=pause, elsewhere=0.9),)),
+            "c.score": StageProfile((StageCost(1, Piecewise(((1.0, 4.0), (8.0, 32.0)))),)),
+        }
+    )
+    lanes = (LaneSpec(0, "gpu", gpu=0), *(LaneSpec(n) for n in range(1, 8)))
+    chosen = choose(graph, profile, lanes, 8, effort=24).chosen
+    assert chosen.prediction.seconds <= 0.85 * (20 * (0.5 + 2.0)) + 8.0

@@ -11,7 +11,7 @@ from m2flow.engine.plan import Plan
 from m2flow.plan.choose.draft import Draft, key, obstacle, structure, to_plan
 from m2flow.plan.choose.estimate import estimate
 from m2flow.plan.choose.judge import Judge
-from m2flow.plan.choose.moves import moves
+from m2flow.plan.choose.moves import in_groups, moves
 from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.isolation import isolate
 from m2flow.plan.prediction import differ
@@ -91,9 +91,12 @@ class Descent:
         return [draft for draft, _ in kept]
 
     def _changes(self, draft: Draft) -> Iterator[Draft]:
-        """New changes of a draft, those that look best first."""
+        """New changes of a draft: groups in its loops, whose gain no estimate knows, then those
+        that look best."""
         most = WORSE * estimate(self.problem, draft)
-        for estimated, other in self._ranked(moves(self.problem, draft)):
+        grouped = in_groups(self.problem, draft)
+        first = [] if grouped is None else [(0.0, grouped)]
+        for estimated, other in chain(first, self._ranked(moves(self.problem, draft))):
             if estimated > most:
                 return
             if key(self.problem, other) not in self._found and self._fits(other):
