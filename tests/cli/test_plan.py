@@ -474,6 +474,18 @@ def test_more_lanes_are_not_slower_with_long_answers(m2flow: M2flow) -> None:
     assert seconds[1] <= seconds[0]
 
 
+def test_slower_lanes_beside_fast_ones_do_not_lead_to_less(m2flow: M2flow) -> None:
+    """All simulations went to ways to deal out stages of next to no work between the two kinds."""
+    seconds = []
+    for cluster in ("1x8xH100", "1x8xH100+1x8xL40S"):
+        words = ("--cluster", cluster, "--model", "Qwen2.5-3B")
+        outcome = m2flow("plan", "qwen2.5-7b-grpo-math", *words)
+        told = re.match(r"plan: \w+, \d+ lanes, ([\d.]+) s", outcome.out)
+        assert told
+        seconds.append(float(told[1]))
+    assert seconds[1] <= 1.02 * seconds[0]
+
+
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated", "hybrid"])
 def test_a_fixed_mode_takes_the_fewest_lanes_that_leave_room_for_others(
     m2flow: M2flow, mode: str

@@ -20,7 +20,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout
 from m2flow.plan.builders import BUILDERS, build_plan, first_that_divides
 from m2flow.plan.choose.descent import Descent
-from m2flow.plan.choose.draft import AUTO, draft_of, obstacle, to_plan
+from m2flow.plan.choose.draft import AUTO, Draft, draft_of, obstacle, to_plan
 from m2flow.plan.choose.folding import fold_of, folded, unfolded
 from m2flow.plan.choose.judge import Judge, Shape, shape, sized
 from m2flow.plan.choose.moves import in_groups
@@ -133,6 +133,7 @@ class _Choice:
         fixed, descent = list(self._fixed(staleness)), self._descent
         parts = [part for _, part, _ in fixed if part is not None]
         known = [x for part in parts if (x := draft_of(self.small, part)) is not None]
+        known += self._on_one_kind(staleness)
         known += [x for draft in known if (x := in_groups(self.small, draft)) is not None]
         known += [replace(x, staleness=staleness) for x in descent.best(FINALISTS, staleness - 1)]
         if len(self.small.lanes) <= FEW_LANES:  # one more lane shall not lead to less
@@ -178,23 +179,43 @@ class _Choice:
                 continue
             yield mode, part, whole
 
+    def _on_one_kind(self, staleness: int) -> Iterator[Draft]:
+        """The collocated plan on the lanes of each kind, where there are several: other lanes
+        beside them shall not lead to less."""
+        kinds = [[x for x in self.small.lanes if x.kind == kind] for kind in self.small.ids]
+        for lanes in kinds if len(kinds) > 1 else ():
+            built = partial(_plan_of, "collocated", self.small, lanes, staleness)
+            try:
+                draft = draft_of(self.small, first_that_divides(built, self.layouts))
+            except UserError:  # no layout divides them
+                continue
+            if draft is not None:
+                yield draft
+
     def _built(
         self, mode: str, staleness: int, layouts: Mapping[str, Layout]
     ) -> tuple[Plan | None, Plan]:
         """The plans of a mode on the part of the lanes and on all of them, in the same layouts;
         None where these divide all lanes alone."""
 
-        def on(problem: PlanningProblem) -> Plan:
-            graph, items = problem.graph, problem.num_items
-            plan = build_plan(mode, graph, problem.lanes, items, layouts=layouts)
-            plan = sized(plan, graph, problem.profile, items)
-            return replace(plan, max_staleness=staleness)
-
-        whole = on(self.problem)
+        whole = _plan_of(mode, self.problem, self.problem.lanes, staleness, layouts)
         try:
-            return on(self.small), whole
+            return _plan_of(mode, self.small, self.small.lanes, staleness, layouts), whole
         except UserError:
             return None, whole
+
+
+def _plan_of(
+    mode: str,
+    problem: PlanningProblem,
+    lanes: Sequence[LaneSpec],
+    staleness: int,
+    layouts: Mapping[str, Layout],
+) -> Plan:
+    """The plan of a mode on some lanes of a problem, with the sizes that the profile knows."""
+    plan = build_plan(mode, problem.graph, lanes, problem.num_items, layouts=layouts)
+    plan = sized(plan, problem.graph, problem.profile, problem.num_items)
+    return replace(plan, max_staleness=staleness)
 
 
 def _best(ranked: Sequence[Candidate]) -> Candidate:

@@ -13,6 +13,7 @@ from m2flow.plan.choose.estimate import estimate
 from m2flow.plan.choose.judge import Judge
 from m2flow.plan.choose.moves import in_groups, moves
 from m2flow.plan.choose.problem import PlanningProblem
+from m2flow.plan.choose.structures import with_work
 from m2flow.plan.isolation import isolate
 from m2flow.plan.prediction import differ
 
@@ -24,7 +25,8 @@ PATIENCE = 0.004
 draft is changed next."""
 
 WORSE = 1.6
-"""A change that looks worse than the draft at hand by more than this factor is not simulated."""
+"""What looks worse than the draft at hand, or than the best start, by more than this factor is not
+simulated."""
 
 NO_BETTER = 0.02
 """A draft that is not the best so far is changed as if it were so much slower, relatively."""
@@ -125,12 +127,16 @@ class Descent:
         return reason is None
 
     def _unlike(self, drafts: Iterable[Draft]) -> Iterator[Draft]:
-        """Drafts that look best and fit, at most two of each structure."""
-        found: dict[tuple[int, ...], set[object]] = {}
-        for _, draft in self._ranked(drafts):
-            lanes = [spot.lanes for spot in draft.spots]
-            alike = found.setdefault(tuple(map(lanes.index, lanes)), set())
+        """Drafts that look best and fit, at most two of each structure of workers with work."""
+        found: dict[tuple[tuple[str, int], ...], set[object]] = {}
+        heavy, most = with_work(self.problem), inf
+        for estimated, draft in self._ranked(drafts):
+            if estimated > most:
+                return
+            lanes = [draft.spots[worker].lanes for worker in heavy]
+            alike = found.setdefault(tuple((at[0], lanes.index(at)) for at in lanes), set())
             shape = key(self.problem, draft)
             if len(alike) < 2 and shape not in alike and self._fits(draft):
                 alike.add(shape)
+                most = min(most, WORSE * estimated)
                 yield draft

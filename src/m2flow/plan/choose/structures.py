@@ -104,6 +104,18 @@ def _beside(problem: PlanningProblem, worker: int, block_of: dict[int, int]) -> 
     return next((block_of[maker] for maker in makers if maker in block_of), EVERYWHERE)
 
 
+def with_work(problem: PlanningProblem) -> list[int]:
+    """Return the workers that are not light, on the lanes where each has least work."""
+    each = [
+        min(
+            work_seconds(problem, n, kind)
+            for kind in sorted({x.kind for x in problem.options[name]})
+        )
+        for n, name in enumerate(problem.workers)
+    ]
+    return [n for n, work in enumerate(each) if work >= LIGHT * sum(each)]
+
+
 def work_seconds(problem: PlanningProblem, worker: int, kind: str) -> float:
     """Seconds of lanes that a worker's stages take a step, in its cheapest layout."""
     options = [x for x in problem.options[problem.workers[worker]] if x.kind == kind]
