@@ -33,7 +33,7 @@ ALONE := tests/runtime/profiling tests/runtime/test_several_nodes.py
 
 test: lint ## lint, then the tests (ARGS="-m slow" for the slow ones)
 	$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),failed=0; \
-	  $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE)) || failed=$$?; \
+	  $(BIN)/python -m pytest -n 3 --dist loadfile $(addprefix --ignore=,$(ALONE)) || failed=$$?; \
 	  $(BIN)/python -m pytest $(ALONE) || failed=$$?; exit $$failed)
 
 # pip brings the client and axe; the browser is the system's, or Debian's where we may install it.

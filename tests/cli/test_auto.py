@@ -57,9 +57,9 @@ def rows(run: str) -> list[dict[str, Any]]:
 def test_a_recipe_that_names_no_mode(tiny: Path, m2flow: Callable[..., Any]) -> None:
     """Its profile is learned on the way; a second run, resumed in the middle, begins with it."""
     few = ["checkpoint.every=3", "checkpoint.keep=1", "evaluation.problems=0"]
-    assert m2flow("train", tiny, "steps=12", *few, "--run-dir", "eager").code == 0
+    assert m2flow("train", tiny, "steps=8", *few, "--run-dir", "eager").code == 0
     tiny.write_text(tiny.read_text().replace("mode: eager\n", "").replace("cpu:1", "cpu:2"))
-    first = m2flow("train", tiny, "steps=12", *few, "--run-dir", "first")
+    first = m2flow("train", tiny, "steps=8", *few, "--run-dir", "first")
     assert first.code == 0, first.err
     assert "no profile of these lanes is stored: the run begins collocated" in first.out
     expected = [row["reward/mean"] for row in rows("eager")]
@@ -67,9 +67,9 @@ def test_a_recipe_that_names_no_mode(tiny: Path, m2flow: Callable[..., Any]) -> 
     kept = from_json(Explanation, Path("first/decision.json").read_text(), "decision.json")
     assert any(entrant.measured for entrant in kept.race)
 
-    half = m2flow("train", tiny, "steps=5", *few, "--run-dir", "second")
+    half = m2flow("train", tiny, "steps=4", *few, "--run-dir", "second")
     assert "profile: stored at " in half.out
-    again = m2flow("train", tiny, "steps=12", *few, "--run-dir", "second", "--resume")
+    again = m2flow("train", tiny, "steps=8", *few, "--run-dir", "second", "--resume")
     assert again.code == 0, again.err
     assert [row["reward/mean"] for row in rows("second")] == pytest.approx(expected)
     told = m2flow("plan", tiny, "--explain")

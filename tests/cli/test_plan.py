@@ -162,7 +162,7 @@ def test_a_plan_of_the_users_own_is_judged(tiny: Path, m2flow: M2flow) -> None:
 
 def test_what_a_plan_of_the_users_own_leaves_out_is_filled_in(m2flow: M2flow) -> None:
     """Without sizes it was judged as if states took no memory, and moved in no time."""
-    words = ["plan", "qwen2.5-7b-ppo-math", "prompts_per_step=64", "--cluster", "1x8xH100"]
+    words = ["plan", "qwen2.5-7b-ppo-math", "prompts_per_step=16", "--cluster", "1x8xH100"]
     plan = json.loads(m2flow(*words, "--json").out)
     plan["stages"]["verifier.score"]["chunk"] = 3  # it is not one of the planner's own
     Path("whole.json").write_text(json.dumps(plan))
@@ -190,7 +190,7 @@ def test_a_plan_of_the_users_own_for_other_lanes_is_refused(tiny: Path, m2flow: 
 
 
 def test_a_plan_of_the_users_own_that_cannot_run_says_why(m2flow: M2flow) -> None:
-    words = ["plan", "qwen2.5-7b-grpo-math", "prompts_per_step=64", "--cluster", "1x8xH100"]
+    words = ["plan", "qwen2.5-7b-grpo-math", "prompts_per_step=16", "--cluster", "1x8xH100"]
     plan = json.loads(m2flow(*words, "--json").out)
     learner = plan["placements"]["learner"]
     learner |= {"replicas": [[n] for n in range(8)], "layout": "one", "state_bytes": 0}
