@@ -23,7 +23,6 @@ from m2flow.plan.choose.descent import Descent
 from m2flow.plan.choose.draft import AUTO, Draft, draft_of, obstacle, to_plan
 from m2flow.plan.choose.folding import fold_of, folded, unfolded
 from m2flow.plan.choose.judge import Judge, Shape, shape, sized
-from m2flow.plan.choose.moves import in_groups
 from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.choose.structures import starts
 from m2flow.plan.isolation import isolate
@@ -134,7 +133,6 @@ class _Choice:
         parts = [part for _, part, _ in fixed if part is not None]
         known = [x for part in parts if (x := draft_of(self.small, part)) is not None]
         known += self._on_one_kind(staleness)
-        known += [x for draft in known if (x := in_groups(self.small, draft)) is not None]
         known += [replace(x, staleness=staleness) for x in descent.best(FINALISTS, staleness - 1)]
         if len(self.small.lanes) <= FEW_LANES:  # one more lane shall not lead to less
             descent.search(starts(self.small, staleness, spare=1), effort // 4)

@@ -64,7 +64,8 @@ class Descent:
             spent = self.judge.num_events - events
             return done < most and (spent < EVENTS * most or done < most // FEWEST)
 
-        for draft in chain(filter(self._fits, known), islice(self._unlike(starts), STARTS)):
+        every = chain(filter(self._fits, known), islice(self._unlike(starts), STARTS))
+        for draft in chain.from_iterable(map(self._with_groups, every)):
             if goes_on():
                 queue.append((self._judged(draft), next(order), draft, self._changes(draft)))
         heapify(queue)
@@ -93,16 +94,20 @@ class Descent:
         return [draft for draft, _ in kept]
 
     def _changes(self, draft: Draft) -> Iterator[Draft]:
-        """New changes of a draft: groups in its loops, whose gain no estimate knows, then those
-        that look best."""
+        """New changes of a draft, those that look best first."""
         most = WORSE * estimate(self.problem, draft)
-        grouped = in_groups(self.problem, draft)
-        first = [] if grouped is None else [(0.0, grouped)]
-        for estimated, other in chain(first, self._ranked(moves(self.problem, draft))):
+        for estimated, other in self._ranked(moves(self.problem, draft)):
             if estimated > most:
                 return
             if key(self.problem, other) not in self._found and self._fits(other):
                 yield other
+
+    def _with_groups(self, draft: Draft) -> Iterator[Draft]:
+        """A draft, and the same with groups in its loops, whose gain no estimate knows."""
+        yield draft
+        grouped = in_groups(self.problem, draft)
+        if grouped is not None and self._fits(grouped):
+            yield grouped
 
     def _judged(self, draft: Draft) -> float:
         """Seconds of a step, simulated; infinite where the draft is ruled out."""
