@@ -441,11 +441,14 @@ def test_a_model_that_does_not_fit_says_what_would_do(tiny: Path, m2flow: M2flow
 
 def test_a_model_that_fits_nowhere_says_why(tiny: Path, m2flow: M2flow) -> None:
     words = ["plan", tiny, "--model", "Qwen2.5-32B", "--cluster", "1x2xCPU"]
-    assert m2flow(*words).error == (
-        "--cluster: generator.generate of Qwen2.5-32B fits on no 2 lanes of CPU (got '1x2xCPU'); "
-        "no number of such lanes would do: generator.generate of Qwen2.5-32B fits on no 4096 lanes "
-        "of CPU"
+    lacks = (
+        r"generator\.generate of Qwen2\.5-32B fits on no {} lanes of CPU: the nearest layout, {}, "
     )
+    lacks += r"lacks (\d+\.\d) GB on each"
+    told = lacks.format(2, "tp2") + r" \(got '1x2xCPU'\); no number of such lanes would do: "
+    found = re.fullmatch("--cluster: " + told + lacks.format(4096, "tp8"), m2flow(*words).error)
+    assert found is not None
+    assert 0 < float(found[2]) < float(found[1]) < 65.5  # float32 weights take 131 GB
 
 
 def test_long_answers_of_a_large_model_have_a_plan(m2flow: M2flow) -> None:

@@ -45,6 +45,7 @@ from m2flow.plan.profile.work import (
     total,
     without,
 )
+from m2flow.plan.sizes import bytes_text
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
 
 NO_STAGE, NO_STATE = StageWork((LayoutWork(),)), WorkerWork(())
@@ -135,14 +136,31 @@ class _Kind:
             obstacle = one.layout.obstacle()
             if obstacle is not None:
                 self.notices.append(f"{node.worker} cannot have {one.layout.name}: {obstacle}")
-            elif one.layout.lanes <= self.lanes and one.layout.name not in found:
-                fits, rounds = self._room(node, one) >= 0.0, one.rounds
-                if fits and rounds is not None:
-                    room = self._unit_room(node, one, rounds)
-                    fits = room >= rounds.unit_bytes * rounds.longest
-                if fits:
-                    found[one.layout.name] = one
+            elif one.layout.lanes > self.lanes or one.layout.name in found:
+                continue
+            elif self._lacking(node, one) <= 0.0:
+                found[one.layout.name] = one
         return list(found.values())
+
+    def nearest(self, node: StageNode) -> str:
+        """Say which layout that is possible comes nearest to fitting, and what it lacks."""
+        lacking = [
+            (self._lacking(node, one), one.layout.name)
+            for one in self.stage(node).layouts
+            if one.layout.obstacle() is None and one.layout.lanes <= self.lanes
+        ]
+        if not lacking:
+            return "no layout of it is possible there"
+        least, name = min(lacking)
+        return f"the nearest layout, {name}, lacks {bytes_text(least)} on each"
+
+    def _lacking(self, node: StageNode, one: LayoutWork) -> float:
+        """Return the bytes of each lane that the smallest call lacks; at most 0 where it fits."""
+        lacking, rounds = -self._room(node, one), one.rounds
+        if rounds is None:
+            return lacking
+        longest = rounds.unit_bytes * rounds.longest
+        return max(lacking, longest - self._unit_room(node, one, rounds))
 
     def _unit_room(self, node: StageNode, one: LayoutWork, rounds: Rounds) -> float:
         """Return the bytes of each lane that units of output items may take."""
@@ -194,7 +212,8 @@ def _stage(node: StageNode, kinds: Sequence[_Kind], cluster: Cluster) -> StagePr
     kind = max(able, key=lambda one: one.device.usable_bytes)
     what = f"{node.name} of {kind.work.model}" if kind.work.model else node.name
     raise UserError(
-        f"{what} fits on no {kind.lanes} lane{'s' * (kind.lanes > 1)} of {kind.device.name}",
+        f"{what} fits on no {kind.lanes} lane{'s' * (kind.lanes > 1)} of {kind.device.name}: "
+        f"{kind.nearest(node)}",
         key="cluster",
         value=str(cluster),
         expected="more lanes, or lanes with more memory or of another kind",
