@@ -217,6 +217,22 @@ def test_nothing_fits_says_why() -> None:
             ask(case.graph, profile, lanes, case.num_items)
 
 
+def test_a_layout_that_has_room_for_one_item_alone_gives_way_to_another() -> None:
+    """The faster layout was taken, whose calls, as small as they are made, have no room."""
+    profile = waiting()
+    (train,) = profile.stage("learner.train").costs
+    fast = replace(
+        train, lanes=2, working=Piecewise(((1, 30.0), (2, 60.0), (256, 60.0))), layout="fast"
+    )
+    small = replace(fast, working=Piecewise(((1, 20.0), (2, 40.0), (256, 40.0))), layout="small")
+    small = replace(small, seconds=Piecewise(((1.0, 0.2), (256.0, 6.0))))
+    profile.stages["learner.train"] = StageProfile((fast, small))
+    workers = {"learner": tuple(WorkerCost(2, Bytes(50), layout=x) for x in ("fast", "small"))}
+    lanes = lanes_of({"cpu": 2}, memory=100)
+    chosen = choose(GRPO, replace(profile, workers=workers), lanes, 256).chosen.plan
+    assert chosen.placements["learner"].layout == "small"
+
+
 def test_smaller_calls_are_tried_where_all_stages_share_lanes() -> None:
     """Only stages on other lanes than the ones before were tried in smaller calls."""
     case = Case(GRPO, waiting(), lanes_of({"cpu": 8}), 64)

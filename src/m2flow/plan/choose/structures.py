@@ -202,9 +202,13 @@ def best_option(
     name, limit = problem.workers[worker], problem.memory[kind]
 
     def working(option: WorkerCost) -> int:
-        """What the smallest calls take on a lane."""
-        nodes = ((node, _least_limit(problem, node, option)) for node in problem.nodes_of[name])
-        return max(problem.working_bytes(node, option, running, 1) for node, running in nodes)
+        """What the smallest calls that are tried take on a lane."""
+        sizes = []
+        for node in problem.nodes_of[name]:
+            chunk = _units(problem.windows[node.index], lanes // option.lanes, FINENESS[-1])
+            running = _least_limit(problem, node, option)
+            sizes.append(problem.working_bytes(node, option, running, chunk))
+        return max(sizes)
 
     fitting = [
         x
@@ -271,14 +275,18 @@ def _fine_enough(
     limit = problem.memory[option.kind]
     best, least = FINENESS[-1], inf
     for finer in (calls, *(n for n in FINENESS if n > calls)):
-        number = max(1, round(replicas * finer))
-        chunk = max(1, -(-window // number))
+        chunk = _units(window, replicas, finer)
         size = problem.working_bytes(node, option, running, chunk)
         rounds = ceil(ceil(window / chunk) / replicas)
         seconds = rounds * problem.call_seconds(node, option, running, chunk)
         fits = limit is None or option.state_bytes + size <= limit
         if fits and seconds < least * (1 - CHEAPER):
             best, least = finer, seconds
-        if number >= window:
+        if chunk == 1:
             break
     return best
+
+
+def _units(window: int, replicas: int, calls: float) -> int:
+    """Return the units of a call, of so many calls a replica and window."""
+    return max(1, -(-window // max(1, round(replicas * calls))))
