@@ -354,13 +354,16 @@ class _ServerProcess:
                     self.started.set_result(None)
                     while True:
                         tool, arguments, seconds, answer = await self._asked.get()
-                        async with asyncio.timeout(seconds):
-                            try:
+                        try:
+                            async with asyncio.timeout(seconds):
                                 answer.set_result(await session.call_tool(tool, arguments))
-                            except MCPError as error:
-                                if error.code != INVALID_PARAMS:
-                                    raise
-                                answer.set_exception(ToolError(str(error)))
+                        except MCPError as error:
+                            if error.code != INVALID_PARAMS:
+                                raise
+                            answer.set_exception(ToolError(str(error)))
+                        except TimeoutError as error:  # the end of the process takes seconds more
+                            answer.set_exception(ToolFailed(_told(error, errors)))
+                            raise
                         _cut(errors)
         except BaseException as error:
             return _told(error, errors)
