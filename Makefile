@@ -28,7 +28,7 @@ quickstart-embodied: $(VENV)/.installed ## install, then train a policy from pix
 
 dev: $(VENV)/.installed-dev ## install with the tools for development
 
-# Two files at a time, but for those that compare what was measured with real seconds: these run alone.
+# Three files at a time, as one often waits; those that compare what was measured with real seconds run alone.
 ALONE := tests/runtime/profiling tests/runtime/test_several_nodes.py
 
 test: lint ## lint, then the tests (ARGS="-m slow" for the slow ones)

@@ -441,10 +441,8 @@ def test_a_model_that_does_not_fit_says_what_would_do(tiny: Path, m2flow: M2flow
 
 def test_a_model_that_fits_nowhere_says_why(tiny: Path, m2flow: M2flow) -> None:
     words = ["plan", tiny, "--model", "Qwen2.5-32B", "--cluster", "1x2xCPU"]
-    lacks = (
-        r"generator\.generate of Qwen2\.5-32B fits on no {} lanes of CPU: the nearest layout, {}, "
-    )
-    lacks += r"lacks (\d+\.\d) GB on each"
+    lacks = r"generator\.generate of Qwen2\.5-32B fits on no {} lanes of CPU: the nearest layout, "
+    lacks += r"{}, lacks (\d+\.\d) GB on each"
     told = lacks.format(2, "tp2") + r" \(got '1x2xCPU'\); no number of such lanes would do: "
     found = re.fullmatch("--cluster: " + told + lacks.format(4096, "tp8"), m2flow(*words).error)
     assert found is not None

@@ -101,9 +101,13 @@ def chunk_of(problem: PlanningProblem, draft: Draft, node: StageNode) -> int:
     """Units that a call of a stage takes."""
     window, replicas = problem.windows[node.index], spot_of(problem, draft, node).replicas
     running = draft.running[node.index]
-    calls = max(1, round(replicas * draft.pieces[node.index]))
-    chunk = max(1, -(-window // calls))
+    chunk = units_of_call(window, replicas, draft.pieces[node.index])
     return chunk if running is None else min(chunk, running)
+
+
+def units_of_call(window: int, replicas: int, calls: float) -> int:
+    """Units of a call of a stage, of which each replica makes so many calls a window."""
+    return max(1, -(-window // max(1, round(replicas * calls))))
 
 
 def spot_of(problem: PlanningProblem, draft: Draft, node: StageNode) -> Spot:

@@ -12,7 +12,7 @@ from itertools import permutations, product
 from math import ceil, inf
 
 from m2flow.flow.graph import SOURCE, StageNode
-from m2flow.plan.choose.draft import Draft, Spot
+from m2flow.plan.choose.draft import Draft, Spot, units_of_call
 from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.chunks import PIECES
 from m2flow.plan.profile import WorkerCost
@@ -205,7 +205,7 @@ def best_option(
         """What the smallest calls that are tried take on a lane."""
         sizes = []
         for node in problem.nodes_of[name]:
-            chunk = _units(problem.windows[node.index], lanes // option.lanes, FINENESS[-1])
+            chunk = units_of_call(problem.windows[node.index], lanes // option.lanes, FINENESS[-1])
             running = _least_limit(problem, node, option)
             sizes.append(problem.working_bytes(node, option, running, chunk))
         return max(sizes)
@@ -275,7 +275,7 @@ def _fine_enough(
     limit = problem.memory[option.kind]
     best, least = FINENESS[-1], inf
     for finer in (calls, *(n for n in FINENESS if n > calls)):
-        chunk = _units(window, replicas, finer)
+        chunk = units_of_call(window, replicas, finer)
         size = problem.working_bytes(node, option, running, chunk)
         rounds = ceil(ceil(window / chunk) / replicas)
         seconds = rounds * problem.call_seconds(node, option, running, chunk)
@@ -285,8 +285,3 @@ def _fine_enough(
         if chunk == 1:
             break
     return best
-
-
-def _units(window: int, replicas: int, calls: float) -> int:
-    """Return the units of a call, of so many calls a replica and window."""
-    return max(1, -(-window // max(1, round(replicas * calls))))

@@ -134,11 +134,10 @@ class _Kind:
         found: dict[str, LayoutWork] = {}
         for one in work.layouts:
             obstacle = one.layout.obstacle()
+            new = one.layout.lanes <= self.lanes and one.layout.name not in found
             if obstacle is not None:
                 self.notices.append(f"{node.worker} cannot have {one.layout.name}: {obstacle}")
-            elif one.layout.lanes > self.lanes or one.layout.name in found:
-                continue
-            elif self._lacking(node, one) <= 0.0:
+            elif new and self._lacking(node, one) <= 0.0:
                 found[one.layout.name] = one
         return list(found.values())
 
