@@ -32,7 +32,7 @@ def profile() -> Profile:
 
 def test_a_run_keeps_why_its_plan_was_chosen(tmp_path: Path) -> None:
     directory, pilot = RunDirectory(tmp_path), Pilot(TALKING, LANES, 16, known=profile())
-    write_decision(directory, TALKING, pilot)
+    write_decision(directory, TALKING, pilot, {})
     kept = from_json(Explanation, directory.decision.read_text(), "decision.json")
     assert pilot.decision is not None
     assert kept == explained(pilot.decision, TALKING)
@@ -66,6 +66,8 @@ def test_a_recipe_that_names_no_mode(tiny: Path, m2flow: Callable[..., Any]) -> 
     assert [row["reward/mean"] for row in rows("first")] == pytest.approx(expected)
     kept = from_json(Explanation, Path("first/decision.json").read_text(), "decision.json")
     assert any(entrant.measured for entrant in kept.race)
+    own = m2flow("plan", tiny, "--profile", "first/profile.json")
+    assert own.code == 0, f"the run's own profile is refused: {own.err}"
 
     half = m2flow("train", tiny, "steps=4", *few, "--run-dir", "second")
     assert "profile: stored at " in half.out

@@ -27,7 +27,7 @@ from m2flow.workloads.common.computed import (
     whose_figures,
 )
 from m2flow.workloads.common.planning import layouts_of
-from m2flow.workloads.common.profile_key import gpu_name, profile_key
+from m2flow.workloads.common.profile_key import Key, gpu_name, profile_key
 from m2flow.workloads.common.recipe import AUTO_MODE, Recipe
 from m2flow.workloads.common.workload import Experiment, RunProgress
 
@@ -129,10 +129,15 @@ def _computed(recipe: Recipe, graph: FlowGraph, lanes: Sequence[LaneSpec]) -> Pr
     return computed_profile(recipe, graph, lanes, gpu_name(lanes))
 
 
-def write_decision(directory: RunDirectory, graph: FlowGraph, pilot: Pilot) -> None:
-    """Write the profile, what was decided by it, and how the plans did that were tried."""
+def write_decision(directory: RunDirectory, graph: FlowGraph, pilot: Pilot, key: Key) -> None:
+    """Write the profile, what was decided by it, and how the plans did that were tried.
+
+    Args:
+        directory, graph, pilot: of the run.
+        key: of its profile, as `profile_key` has it.
+    """
     if pilot.profile is not None:
-        directory.write_json(directory.profile, to_json(pilot.profile))
+        directory.write_json(directory.profile, to_json(replace(pilot.profile, key=key)))
     if pilot.decision is not None:
         directory.write_json(directory.decision, to_json(explanation(pilot, graph)))
 

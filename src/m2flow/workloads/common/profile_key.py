@@ -19,6 +19,7 @@ from typing import Any
 from m2flow.engine.plan import LaneSpec
 from m2flow.observe.machine import processor_name
 from m2flow.plan.machine import gpu_names
+from m2flow.plan.sizes import bytes_text
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_of
 
@@ -61,6 +62,9 @@ def _hardware(lanes: Sequence[LaneSpec]) -> dict[str, object]:
     }
     if any(lane.kind == "gpu" for lane in lanes):
         found["gpu"] = gpu_name(lanes)
+        limits = sorted({x.memory_bytes for x in lanes if x.memory_bytes is not None})
+        if limits:  # engines take a share of what their lane may have
+            found["memory"] = ", ".join(dict.fromkeys(map(bytes_text, limits)))
     return found
 
 

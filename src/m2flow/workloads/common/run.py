@@ -34,6 +34,7 @@ from m2flow.training.optimizer import NOT_TAKEN, NotFinite
 from m2flow.training.skipping import SKIPPED, too_many
 from m2flow.workloads.common.examining import in_waves, wave_size
 from m2flow.workloads.common.launching import launched, write_decision
+from m2flow.workloads.common.profile_key import profile_key
 from m2flow.workloads.common.recipe import AUTO_MODE
 from m2flow.workloads.common.stopping import StepInterrupted, StepOverdue, Stopping
 from m2flow.workloads.common.workload import Experiment
@@ -277,7 +278,8 @@ class Training:
         directory = self._begun()
         directory.write_json(directory.plan, to_json(run.plan))
         if run.pilot is not None:
-            write_decision(directory, run.graph, run.pilot)
+            free = [lane for lane in run.plan.lanes if lane.reserved_for is None]
+            write_decision(directory, run.graph, run.pilot, profile_key(self.recipe, free))
 
     def _steps(self, run: Run, held_out: Batch | None, log: MetricsLog) -> None:
         recipe, done = self.recipe, self.first_step
