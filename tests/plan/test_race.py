@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan
-from m2flow.plan.race import Entrant, Race
+from m2flow.plan.file import to_json
+from m2flow.plan.race import Entrant, Race, tried
 
 
 def plan(name: str, lanes: int = 1) -> Plan:
@@ -108,3 +112,25 @@ def test_a_single_plan_needs_no_race() -> None:
     race = Race(entrants(1.0), most_steps=50)
     assert race.over
     assert race.current.name == "plan 0"
+
+
+def test_sizes_do_not_tell_places_apart() -> None:
+    """Plans whose calls take other memory were parted, and workers moved there and back."""
+
+    def entrant(number: int) -> Entrant:
+        one = plan(str(number), lanes=1 + number % 2)
+        spots = {
+            worker: replace(spot, working_bytes=number) for worker, spot in one.placements.items()
+        }
+        return Entrant(f"plan {number}", replace(one, placements=spots), 1.0)
+
+    every = [entrant(number) for number in range(4)]
+    order = run(Race(every, most_steps=50), {one.name: [1.0] * 50 for one in every})
+    assert order[:4] == ["plan 0", "plan 2", "plan 1", "plan 3"]
+
+
+def test_what_nobody_has_predicted_is_kept_as_nothing() -> None:
+    """It was infinite, which no JSON can say, and told as "inf s predicted"."""
+    (kept,) = tried([Entrant("guess", plan("guess"), math.inf, verdict="out of memory")])
+    assert kept.predicted is None
+    assert "Infinity" not in to_json(kept)

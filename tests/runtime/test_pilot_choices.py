@@ -9,8 +9,10 @@ import pytest
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.flow import Batch, Flow, Stream, Worker, stage
 from m2flow.plan.choose.judge import shape
-from m2flow.plan.profile import Piecewise, Profile, StageCost, StageProfile
+from m2flow.plan.lanes import with_memory
+from m2flow.plan.profile import Piecewise, Profile, StageCost, StageProfile, WorkerCost
 from m2flow.plan.race import Entrant, Race
+from m2flow.plan.units import Bytes, Seconds
 from m2flow.runtime.driver.pilot import Pilot
 from tests.runtime.virtual_run import VirtualRun, result_of
 
@@ -324,3 +326,18 @@ def test_a_plan_that_could_not_be_loaded_is_not_taken_up_again_on_other_lanes() 
     assert {name: spot.lanes for name, spot in other.placements.items()} != {
         name: spot.lanes for name, spot in best.placements.items()
     }
+
+
+def test_a_plan_that_has_run_is_judged_with_the_states_that_take_turns() -> None:
+    """It was judged as if nobody had a state: no switch was in its price."""
+    moved = Seconds(0.3)
+    states = {name: (WorkerCost(1, Bytes(60), moved, moved),) for name in ("asker", "counter")}
+    pilot = Pilot(GRAPH, with_memory(LANES, 100), ITEMS, num_steps=STEPS)
+    run = VirtualRun(GRAPH, replace(SLOW_SERVICE, workers=states), ITEMS)
+    run.steps(pilot, 3)
+    assert pilot.decision is not None
+    ran = {shape(plan) for plan in run.plans}
+    every = (pilot.decision.chosen, *pilot.decision.others)
+    judged = [one for one in every if shape(one.plan) in ran]
+    assert len(judged) == 2
+    assert all(one.prediction.terms["switching"] > 0 for one in judged)

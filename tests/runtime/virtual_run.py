@@ -9,6 +9,7 @@ from m2flow.engine.plan import Plan
 from m2flow.engine.spans import Span
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
+from m2flow.plan.choose.judge import sized
 from m2flow.plan.profile import Profile
 from m2flow.plan.simulate_timing import ProfileTiming
 from m2flow.runtime.driver.pilot import Pilot
@@ -62,7 +63,8 @@ class VirtualRun:
                 assert plan is not None, "no plan is left"
                 self._go_over(pilot, plan)
             self.plans.append(pilot.plan)
-            pilot.note(self._step(pilot.plan), pilot.plan)
+            known = sized(pilot.plan, self.graph, self.truth, self.num_items)
+            pilot.note(self._step(known), known)
             while looks and pilot.wants_to_look:
                 self._look(pilot)
 

@@ -119,3 +119,8 @@ class Plan:
     deadline_seconds: float = 600.0
     predicted_seconds: float | None = None
     fuse_loops: bool = True
+
+    def stands_as(self, other: Plan) -> bool:
+        """Whether all workers stand as they do under another plan of the same flow."""
+        there = other.placements
+        return all(spot.stands_as(there[worker]) for worker, spot in self.placements.items())

@@ -114,7 +114,7 @@ def _race(decision: Explanation | None) -> str:
     rows = [
         (
             row.plan,
-            seconds(row.predicted),
+            "–" if row.predicted is None else seconds(row.predicted),
             seconds(median(row.measured)) if row.measured else "–",
             str(len(row.measured)),
             row.verdict or "racing",

@@ -18,6 +18,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from m2flow.engine.plan import Plan
 
@@ -34,7 +35,7 @@ class Entrant:
     Attributes:
         name: how people tell it from the others, such as the mode it resembles.
         plan: what is run.
-        predicted: seconds of a step, as the simulation has them.
+        predicted: seconds of a step, as the simulation has them; infinite where it has none.
         spread: standard deviation of a step's seconds under one plan; 0 where steps are all alike,
             so that measurements alone count.
         measured: seconds of the steps that it has run.
@@ -60,20 +61,23 @@ class Tried:
 
     Attributes:
         plan: its name.
-        predicted: seconds of a step.
+        predicted: seconds of a step; None for a plan that was a guess.
         measured: seconds of each step under it.
         verdict: what came of it, as `Entrant` says; empty while it races.
     """
 
     plan: str
-    predicted: float
+    predicted: float | None
     measured: tuple[float, ...]
     verdict: str
 
 
 def tried(entrants: Sequence[Entrant]) -> tuple[Tried, ...]:
     """What is kept of a race."""
-    return tuple(Tried(x.name, x.predicted, tuple(x.measured), x.verdict) for x in entrants)
+    return tuple(
+        Tried(x.name, x.predicted if x.predicted < inf else None, tuple(x.measured), x.verdict)
+        for x in entrants
+    )
 
 
 class Race:
@@ -174,6 +178,10 @@ class Race:
 
     def _start_round(self) -> None:
         """Queue the steps of a round, entrants with the same placements next to each other."""
-        places = [one.plan.placements for one in self._racing]
-        ordered = sorted(self._racing, key=lambda one: places.index(one.plan.placements))
+        racing = self._racing
+
+        def first_alike(one: Entrant) -> int:
+            return next(n for n, other in enumerate(racing) if other.plan.stands_as(one.plan))
+
+        ordered = sorted(racing, key=first_alike)
         self._queue = [one for one in ordered for _ in range(self._steps_each)]

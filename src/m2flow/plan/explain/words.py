@@ -45,8 +45,9 @@ def summary(explanation: Explanation) -> list[str]:
     rate = explanation.items_per_step / seconds if seconds else 0.0
     pace = f"{brief(seconds)}{told} a step, {rate:.3g} items/s"
     simulated = f"{explanation.considered} plans simulated with a profile that is"
+    lanes = f"{explanation.num_lanes} lane{'' if explanation.num_lanes == 1 else 's'}"
     lines = [
-        f"plan: {explanation.title}, {explanation.num_lanes} lanes, {pace}",
+        f"plan: {explanation.title}, {lanes}, {pace}",
         f"  of {simulated} {explanation.source}, in {brief(explanation.seconds_to_decide)}",
         *_race(explanation),
         *_bounds(explanation),
@@ -66,7 +67,8 @@ def _race(explanation: Explanation) -> Iterator[str]:
     for row in explanation.race:
         count = f"{len(row.measured)} step{'' if len(row.measured) == 1 else 's'}"
         taken = f"{brief(median(row.measured))} a step in {count}" if row.measured else "no step"
-        yield f"  {row.plan}: {taken}, {brief(row.predicted)} predicted; {row.verdict or 'racing'}"
+        told = "" if row.predicted is None else f", {brief(row.predicted)} predicted"
+        yield f"  {row.plan}: {taken}{told}; {row.verdict or 'racing'}"
 
 
 def _bounds(explanation: Explanation) -> Iterator[str]:

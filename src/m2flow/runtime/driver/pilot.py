@@ -25,8 +25,9 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout
 from m2flow.plan.builders import build_plan
 from m2flow.plan.choose import choose
-from m2flow.plan.choose.judge import shape
+from m2flow.plan.choose.judge import shape, sized
 from m2flow.plan.chunks import window_units
+from m2flow.plan.memory import with_sizes
 from m2flow.plan.prediction import Candidate, Decision, Prediction
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.evidence import Evidence
@@ -339,7 +340,7 @@ class Pilot:
 
     def _has_failed(self, plan: Plan) -> bool:
         return any(shape(plan) == shape(one.plan) for one in self._failed) or any(
-            _stand_alike(plan, other) for other in self._not_loaded
+            plan.stands_as(other) for other in self._not_loaded
         )
 
     # --- choosing -------------------------------------------------------------------------------
@@ -383,8 +384,9 @@ class Pilot:
 
     def _begin_race(self, run: Movers, error: float) -> None:
         """Choose by what is known by now, and let the plans race that are close to the best."""
-        tried = [plan for plan, _ in self._tried]
-        decision = self.decision = self._choose(self._learn(), tried)
+        profile = self._learn()
+        tried = [self._as_it_ran(plan, profile) for plan, _ in self._tried]
+        decision = self.decision = self._choose(profile, tried)
         entrants = [
             self._entrant_of(decision, *one) for one in self._tried if not self._has_failed(one[0])
         ]
@@ -428,6 +430,15 @@ class Pilot:
         self._tried, self._seconds = [(self.plan, [measured])], [measured]
         self._begin_race(run, LEARNED_ERROR)
 
+    def _as_it_ran(self, plan: Plan, profile: Profile) -> Plan:
+        """A plan that has run, with the states that it does not tell, which may take turns.
+
+        What calls take stays untold: they did fit.
+        """
+        known = sized(plan, self._graph, profile, self._num_items).placements
+        untold = {w: known[w].state_bytes for w, x in plan.placements.items() if not x.state_bytes}
+        return with_sizes(plan, untold, {})
+
     def _note_trial(self, seconds: float) -> None:
         """Keep what a step took under a plan that was run before any race."""
         if not self._tried or self._tried[-1][0] is not self.plan:
@@ -458,12 +469,6 @@ class Pilot:
         if self._num_steps is None:
             return max(self._done, 1)
         return self._num_steps - self._done
-
-
-def _stand_alike(plan: Plan, other: Plan) -> bool:
-    """Whether all workers stand under a plan as they do under another one."""
-    there = other.placements
-    return all(spot.stands_as(there[worker]) for worker, spot in plan.placements.items())
 
 
 def _spread(prediction: Prediction) -> float:
