@@ -285,9 +285,10 @@ def test_modes_on_two_kinds_of_lanes_take_layouts_that_fit_both(m2flow: M2flow) 
     [
         ("gsm8k", "1x7xH100", "collocated", {"learner": "fsdp7", "generator": "one"}),
         ("qwen2.5-7b-grpo-math", "9x4xH100", "collocated", {"learner": "fsdp4"}),
-        ("gsm8k", "2x6xH100", "disaggregated", {"learner": "tp2", "generator": "one"}),
+        ("gsm8k", "2x6xH100", "disaggregated", {"learner": "fsdp3", "generator": "one"}),
         ("gsm8k", "1x7xH100", "hybrid", {"learner": "fsdp7", "generator": "one"}),
         ("qwen2.5-7b-ppo-math", "1x3xH200", "collocated", {"critic": "fsdp3", "learner": "fsdp3"}),
+        ("qwen2.5-7b-grpo-math", "1x6xH100", "disaggregated", {"learner": "fsdp3"}),
     ],
 )
 def test_a_mode_takes_layouts_that_divide_its_lanes(

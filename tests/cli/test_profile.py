@@ -9,10 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from m2flow.cli.profile import table
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.plan.file import read_profile, to_json
-from m2flow.plan.profile import KEY_PARTS, differences
+from m2flow.plan.lanes import with_memory
+from m2flow.plan.profile import (
+    KEY_PARTS,
+    Piecewise,
+    Profile,
+    StageCost,
+    StageProfile,
+    WorkerCost,
+    differences,
+)
+from m2flow.plan.units import Bytes
 from m2flow.runtime.profiling.stored import given
 from m2flow.workloads.common.planning import lanes_of
 from m2flow.workloads.common.profile_key import profile_key
@@ -165,3 +176,32 @@ def test_another_version_of_an_engine_is_another_price(monkeypatch: pytest.Monke
     versions["vllm"] = "0.32.0"
     (told,) = differences(before, profile_key(recipe, LANES))
     assert told.startswith("versions.vllm is ")
+
+
+def test_a_limit_of_memory_is_another_price_on_accelerators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The profile of another limit was taken, and no plan kept this one."""
+    monkeypatch.setattr("m2flow.workloads.common.profile_key.gpu_names", lambda: ("NVIDIA H100",))
+    recipe, gpus = recipe_of({}), (LaneSpec(0, "gpu", (0,), 0, 72 * 10**9),)
+    (told,) = differences(
+        profile_key(recipe, gpus), profile_key(recipe, with_memory(gpus, 40 * 10**9))
+    )
+    assert told == "hardware.memory is 72 GB here and 40 GB there"
+    assert not differences(
+        profile_key(recipe, LANES), profile_key(recipe, with_memory(LANES, 10**9))
+    )
+
+
+def test_layouts_of_one_size_have_their_own_rows_and_bytes() -> None:
+    """A shard's row told the bytes of a whole copy, and all layouts of a size were one name."""
+    curve = Piecewise(((1.0, 1.0),))
+    costs = tuple(StageCost(2, curve, kind="gpu", layout=name) for name in ("cp2", "fsdp2"))
+    states = tuple(
+        WorkerCost(2, Bytes(size), kind="gpu", layout=name)
+        for size, name in ((200, "cp2"), (100, "fsdp2"))
+    )
+    drawn = table(Profile({"learner.train": StageProfile(costs)}, {"learner": states}))
+    columns = {str(one.header): list(one.cells) for one in drawn.columns}
+    assert columns["lanes"] == ["2 gpu (cp2)", "2 gpu (fsdp2)"]
+    assert columns["resident"] == ["200 B", "100 B"]

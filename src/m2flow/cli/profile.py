@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from m2flow.errors import UserError
+from m2flow.flow.worker import ONE_LANE
 from m2flow.observe.formatting import number, percent, seconds
 from m2flow.observe.jsonl import write_atomically
 from m2flow.observe.progress import TrainProgress
 from m2flow.plan.file import to_json
-from m2flow.plan.profile import Profile, Quantiles, StageCost
+from m2flow.plan.profile import Profile, Quantiles, StageCost, WorkerCost
 from m2flow.plan.sizes import bytes_text
 from m2flow.workloads.common import read_recipe
 from m2flow.workloads.common.profiling import profile_of
@@ -86,7 +87,7 @@ def table(found: Profile) -> Table:
     for name, stage in found.stages.items():
         label = name
         for layout in stage.costs:
-            kind = f"{layout.lanes} {layout.kind}"
+            kind = _lanes_of(layout)
             for items, took in _shown(layout):
                 error = f"± {percent(layout.error)}"
                 memory = _memory(found, name, layout, items)
@@ -97,9 +98,15 @@ def table(found: Profile) -> Table:
     return drawn
 
 
+def _lanes_of(cost: StageCost | WorkerCost) -> str:
+    """How many lanes of which kind, and their layout where it is not one lane's."""
+    layout = "" if cost.layout == ONE_LANE.name else f" ({cost.layout})"
+    return f"{cost.lanes} {cost.kind}{layout}"
+
+
 def _memory(found: Profile, stage: str, layout: StageCost, items: float) -> tuple[str, str]:
     """Bytes of the state of a stage's worker on a lane, and with what a call takes beside it."""
-    known = found.worker(stage.partition(".")[0], layout.lanes, layout.kind)
+    known = found.worker(stage.partition(".")[0], layout.lanes, layout.kind, layout.layout)
     state = known.state_bytes if known else 0
     if layout.working is None:
         return bytes_text(state), ""
@@ -131,7 +138,7 @@ def beside(found: Profile) -> Iterator[str]:
         for layout in layouts:
             if layout.state_bytes:
                 yield (
-                    f"{worker} on {layout.lanes} {layout.kind}: {layout.state_bytes:,} bytes, "
+                    f"{worker} on {_lanes_of(layout)}: {layout.state_bytes:,} bytes, "
                     f"away in {seconds(layout.offload)}, back in {seconds(layout.onload)}"
                 )
     for cost in found.publish:

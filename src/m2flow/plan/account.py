@@ -185,6 +185,10 @@ def _holding(
         next((held for one, held in known if (one.name, one.lanes) == layout), 0.0)
         for known in (own.states, own.hosted)
     )
+    usable = sum(lane.kind == kind and lane.reserved_for is None for lane in plan.lanes)
+    more = max(1.0, usable / len(spot.lanes))
+    told = by_purpose(hosted, STATE)
+    hosted = {what: size * (more if what in own.dealt else 1.0) for what, size in told.items()}
 
     def call(node: StageNode) -> dict[str, float]:
         """What the largest call of a stage takes, by what it is for."""
@@ -211,7 +215,7 @@ def _holding(
         by_purpose(states, STATE),
         stage,
         calls.get(stage, {}),
-        by_purpose(hosted, STATE),
+        hosted,
         without(states, own.dropped),
     )
 

@@ -317,3 +317,21 @@ def test_groups_are_tried_where_no_fixed_mode_has_a_price() -> None:
     lanes = (LaneSpec(0, "gpu", gpu=0), *(LaneSpec(n) for n in range(1, 8)))
     chosen = choose(graph, profile, lanes, 8, effort=24).chosen
     assert chosen.prediction.seconds <= 0.85 * (20 * (0.5 + 2.0)) + 8.0
+
+
+def test_workers_with_hardly_any_work_do_not_multiply_structures() -> None:
+    """Five functions on cores beside accelerators were dealt out in every way: 50,000 drafts."""
+
+    def chain(a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, x: Any) -> Any:
+        for worker in (a, b, c, d, e, f, g):
+            x = worker.score(x)
+        return x
+
+    graph = graph_of(chain, *"abcdefg")
+    long, short = (Piecewise(((1.0, s), (8.0, 8 * s))) for s in (10.0, 1e-3))
+    heavy = StageProfile((StageCost(1, long, kind="gpu"),))
+    light = StageProfile(tuple(StageCost(1, short, kind=kind) for kind in ("cpu", "gpu")))
+    stages = {f"{worker}.score": heavy if worker in "ab" else light for worker in "abcdefg"}
+    lanes = (*(LaneSpec(n, "gpu", gpu=n) for n in range(4)), *(LaneSpec(n) for n in range(4, 12)))
+    case = Case(graph, Profile(stages), lanes, 8)
+    assert sum(1 for _ in starts(case.problem)) < 100

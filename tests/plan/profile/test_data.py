@@ -112,6 +112,8 @@ CURVE = '{"stages": {"a": {"costs": [{"lanes": %s, "seconds": {"points": %s}}]}}
         (CURVE % ('"1"', "[[1, 2]]"), "wrong type"),
         (CURVE % (1, "[[1, 2], [2, 1]]"), r"stages\.a\.costs\[0\]\.seconds: .*not fall"),
         ('{"stages": {}, "key": {"colour": {}}}', "no part of a key"),
+        ('{"stages": {}, "dispatch": -1.0}', "dispatch: must be finite"),
+        ('{"stages": {}, "event_overhead": NaN}', "event_overhead: must be finite"),
     ],
 )
 def test_bad_files_are_refused(text: str, message: str) -> None:

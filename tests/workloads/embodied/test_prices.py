@@ -13,6 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from m2flow.environments.registry import maker
 from m2flow.errors import UserError
 from m2flow.models.policies.protocol import Policy
+from m2flow.plan import build_plan
+from m2flow.plan.account import accounts
+from m2flow.plan.profile.analytic import analytic_profile
+from m2flow.plan.profile.clusters import lane_specs, parse_cluster
 from m2flow.plan.profile.hardware import device_named
 from m2flow.plan.profile.work import FlowWork, LayoutWork, Work, total
 from m2flow.workloads.common.reading import read_recipe
@@ -386,3 +390,21 @@ def test_pi0_keeps_the_activations_of_its_action_expert() -> None:
     towers = 34 * 2 * 256 * 27 * 1152
     kept = 18 * (542 * layer_activations(body.text) + 4 * 51 * layer_activations(body.expert))
     assert total(held) == pytest.approx(4 * (kept + towers), rel=0.01)
+
+
+def test_simulators_on_half_of_the_lanes_are_twice_as_many_on_each() -> None:
+    """The account told the bytes that each lane has where they stand on all."""
+    recipe = read_recipe(RECIPES / "openvla-oft-ppo-libero-spatial.yaml")
+    assert isinstance(recipe, EmbodiedRecipe)
+    graph, cluster = recipe_flow(recipe).trace(), parse_cluster("1x8xH100")
+    asked = WORKLOAD.prices(recipe, graph, Assumed())
+    profile = analytic_profile(graph, cluster, asked, recipe.items_per_step)
+    works = {kind: asked(device, 8) for kind, device in cluster.kinds.items()}
+
+    def held(mode: str) -> float:
+        plan = build_plan(mode, graph, lane_specs(cluster), recipe.items_per_step)
+        found = accounts(plan, graph, works, profile, recipe.items_per_step)
+        each = (one for account in found for one in account.holdings)
+        return max(one.hosted["simulators"] for one in each if one.worker == "simulator")
+
+    assert held("hybrid") == pytest.approx(2 * held("collocated"))

@@ -42,15 +42,16 @@ def starts(problem: PlanningProblem, staleness: int = 0, spare: int = 0) -> Iter
         staleness: of the drafts.
         spare: lanes of each kind that are not used, if it has more.
     """
-    each = ({option.kind for option in problem.options[worker]} for worker in problem.workers)
-    for kinds in product(*map(sorted, each)):
+    dealt = with_work(problem)
+    each = (_kinds(problem, worker, worker in dealt) for worker in range(len(problem.workers)))
+    for kinds in product(*each):
         by_kind = {
             kind: [n for n, mine in enumerate(kinds) if mine == kind]
             for kind in problem.ids
             if kind in kinds
         }
         parts = [
-            list(_standing(problem, kind, mine, max(1, len(problem.ids[kind]) - spare)))
+            list(_standing(problem, kind, mine, max(1, len(problem.ids[kind]) - spare), dealt))
             for kind, mine in by_kind.items()
         ]
         for chosen in product(*parts):
@@ -58,13 +59,29 @@ def starts(problem: PlanningProblem, staleness: int = 0, spare: int = 0) -> Iter
             yield from cut(problem, tuple(spots[n] for n in range(len(kinds))), staleness)
 
 
+def _kinds(problem: PlanningProblem, worker: int, dealt: bool) -> list[str]:
+    """The kinds of lanes on which a worker may begin; a light one, where it has least work."""
+    known = sorted({option.kind for option in problem.options[problem.workers[worker]]})
+    if dealt:
+        return known
+    fits = [
+        kind
+        for kind in known
+        if problem.kept(best_option, worker, kind, len(problem.ids[kind]), True) is not None
+    ]
+    return [min(fits or known, key=lambda kind: work_seconds(problem, worker, kind))]
+
+
 def _standing(
-    problem: PlanningProblem, kind: str, workers: Sequence[int], lanes: int
+    problem: PlanningProblem,
+    kind: str,
+    workers: Sequence[int],
+    lanes: int,
+    dealt: Sequence[int],
 ) -> Iterator[dict[int, Spot]]:
     """Where the workers of a kind may stand, on so many lanes."""
-    work = {worker: work_seconds(problem, worker, kind) for worker in workers}
-    heavy = [worker for worker in workers if work[worker] >= LIGHT * sum(work.values())]
-    free = sorted(sorted(heavy, key=lambda worker: -work[worker])[:MOST_APART])
+    work = {worker: work_seconds(problem, worker, kind) for worker in workers if worker in dealt}
+    free = sorted(sorted(work, key=lambda worker: -work[worker])[:MOST_APART])
     for blocks in _partitions(len(free)):
         block_of = dict(zip(free, blocks, strict=True))
         for worker in workers:  # in the order of the flow

@@ -287,7 +287,8 @@ class WorkerCost:
     def __post_init__(self) -> None:
         _check(self.lanes >= 1, "must be at least 1", "lanes", self.lanes)
         for key in ("state_bytes", "onload", "offload"):
-            _check(getattr(self, key) >= 0, "must not be negative", key, getattr(self, key))
+            value = getattr(self, key)
+            _check(0 <= value < math.inf, "must be finite and not negative", key, value)
 
 
 @dataclass(frozen=True)
@@ -339,7 +340,7 @@ class LinkCost:
     rate: BytesPerSecond
 
     def __post_init__(self) -> None:
-        known = self.latency >= 0 and self.rate > 0
+        known = 0 <= self.latency < math.inf and self.rate > 0
         _check(known, "needs a latency and a positive rate", "links", (self.latency, self.rate))
 
     def seconds(self, size: Bytes) -> Seconds:
@@ -378,6 +379,9 @@ class Profile:
     race: tuple[Tried, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("dispatch", "event_overhead"):
+            value = getattr(self, name)
+            _check(0 <= value < math.inf, "must be finite and not negative", name, value)
         for place in self.links:
             _check(place in PLACES, "is no place", "links", place, ", ".join(PLACES))
         for part in self.key:

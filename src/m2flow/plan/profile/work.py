@@ -22,6 +22,13 @@ def rising(most: int) -> list[int]:
     return sorted({*(2**n for n in range(most.bit_length())), most})
 
 
+def gang_sizes(lanes: int, device: Device) -> list[int]:
+    """Return the sizes of gangs that are priced: those of `rising`, and all that divide a machine's
+    lanes evenly, such as 3 of 6."""
+    each = device.lanes_per_node
+    return sorted({*rising(lanes), *(n for n in range(1, min(each, lanes) + 1) if each % n == 0)})
+
+
 def curve(value: Callable[[int], float], counts: Sequence[int]) -> Piecewise:
     """Return the function at these counts, none below an earlier one."""
     reached, points = 0.0, []
@@ -188,6 +195,8 @@ class WorkerWork:
         weight_bytes: of a whole copy of the weights that are published to the worker.
         hosted: layouts, and the bytes that each lane of a replica has in host memory, whether the
             state is on the lane or away.
+        dealt: purposes of hosted bytes of the step's items, told for all lanes of the kind: on
+            fewer lanes each has more of them.
         dropped: purposes of bytes of the state that are given up when it leaves the lane, and taken
             anew when it is back; nobody copies them.
     """
@@ -195,6 +204,7 @@ class WorkerWork:
     states: Sequence[tuple[Layout, Held]]
     weight_bytes: float = 0.0
     hosted: Sequence[tuple[Layout, Held]] = ()
+    dealt: Sequence[str] = ()
     dropped: Sequence[str] = ()
 
 

@@ -42,7 +42,7 @@ from m2flow.plan.profile.work import (
     StageWork,
     Work,
     WorkerWork,
-    rising,
+    gang_sizes,
 )
 from m2flow.plan.sizes import bytes_text
 from m2flow.training.division import Division
@@ -374,7 +374,7 @@ class EmbodiedRecipeWork:
     def _divisions(self) -> list[Division]:
         """How the trained policy can be divided."""
         most = self.lanes if is_divided(self.recipe) else 1
-        return [Division(fsdp=n) for n in rising(most)]
+        return [Division(fsdp=n) for n in gang_sizes(most, self.device)]
 
     def _training(self, division: Division) -> LayoutWork:
         return LayoutWork(
@@ -496,7 +496,9 @@ class EmbodiedRecipeWork:
         if name == "simulator":
             held = {"renderers": RENDERER_BYTES * self._renderers}
             return WorkerWork(
-                [(ONE_LANE, held)], hosted=[(ONE_LANE, self._simulators_bytes | rollouts)]
+                [(ONE_LANE, held)],
+                hosted=[(ONE_LANE, self._simulators_bytes | rollouts)],
+                dealt=("simulators", *rollouts),
             )
         if name not in ("actor", "learner"):  # a pure function
             return WorkerWork(())
@@ -505,7 +507,7 @@ class EmbodiedRecipeWork:
             return WorkerWork([(ONE_LANE, {"weights": weights})], weights)
         hosted = [(in_shards(one), self._buffered_bytes or rollouts) for one in self._divisions]
         states = [(in_shards(one), self._trained_bytes(one)) for one in self._divisions]
-        return WorkerWork(states, weights, hosted)
+        return WorkerWork(states, weights, hosted, dealt=tuple(rollouts))
 
     @property
     def _weights_bytes(self) -> float:

@@ -24,7 +24,7 @@ from m2flow.models.work import (
     update,
 )
 from m2flow.plan.profile.hardware import Device
-from m2flow.plan.profile.work import Held, LayoutWork, Work, WorkerWork, rising
+from m2flow.plan.profile.work import Held, LayoutWork, Work, WorkerWork, gang_sizes, rising
 from m2flow.training.division import Division
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.workers.source import layout_of
@@ -101,7 +101,7 @@ class PassWork:
 
     def in_shards(self) -> Iterator[Division]:
         """Yield the layouts that divide the state alone."""
-        yield from (Division(fsdp=n) for n in rising(self.lanes))
+        yield from (Division(fsdp=n) for n in gang_sizes(self.lanes, self.device))
 
     def divisions(self) -> Iterator[Division]:
         """Yield the layouts of training and passes; those that exchange much, within a machine."""
