@@ -19,6 +19,8 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
 from m2flow.rewards import math_reward, symbolic
 from m2flow.rewards.final_answer import extract_answer
+from m2flow.rewards.format import format_reward
+from m2flow.rewards.gym import gym_answer
 from m2flow.rewards.mathematics import verify
 from m2flow.rewards.number import read_number, same_number
 
@@ -684,3 +686,12 @@ def test_importing_it_is_light() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_tags_without_an_end_cost_no_more_than_other_text() -> None:
+    """Each was looked for to the end of the text: a minute for a policy that repeats one."""
+    assert verify("18", "<answer>" * 20_000) == 0.0
+    assert gym_answer("<answer>" * 20_000) is not None
+    assert format_reward("", "<think>" + "</think><answer>" * 20_000, [], {}) == 0.0
+    nested = "<answer>7</answer> or <answer>8<answer>9</answer> and <answer>10"
+    assert gym_answer(nested) == "8<answer>9"

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from m2flow.errors import UserError
+from m2flow.flow.progress import heard_by
 from m2flow.rewards import addition_reward, batched, gym_reward, math_reward
 from m2flow.rewards.event_loop import MOST_THREADS, LateCoroutine, run_coroutine
 from m2flow.rewards.reward import (
@@ -672,3 +673,15 @@ def test_why_there_is_no_reward_is_one_short_line() -> None:
         assert begin in why
         assert len(why) <= LONGEST_REASON
         assert len(why.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["hangs", "later", "threaded"])
+def test_a_stage_that_waits_for_rewards_says_that_it_goes_on(folder: str, name: str) -> None:
+    """Some calls that hung, or many that took their time, ended the run."""
+    part = of(folder, "hangs" if name == "threaded" else name, deadline_seconds=2.6, concurrency=1)
+    if name == "threaded":
+        part = WeightedReward(threaded(part.load()), deadline_seconds=2.6)
+    heard: list[None] = []
+    with heard_by(lambda: heard.append(None)):
+        weighted_sum([part], of_levels("he"))
+    assert len(heard) >= 2, "one for each second but the last"

@@ -16,12 +16,14 @@ import asyncio
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from m2flow.flow.progress import goes_on
 from m2flow.user_code import caught
 
 MOST_THREADS = 32
@@ -32,6 +34,10 @@ STUCK_SECONDS = 1.0
 
 END_SECONDS = 1.0
 """How long a loop that nobody uses any more goes on, for what has been cancelled to end."""
+
+SIGN_SECONDS = 1.0
+"""How often a stage that waits for code of the user's says that it goes on: what that code may take
+has a bound of its own."""
 
 T = TypeVar("T")
 
@@ -62,7 +68,12 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
     try:
         if not begun.wait(STUCK_SECONDS) and begins.acquire(blocking=False):
             future = _begun(caught(lambda: coroutine), _lease(new=True))
-        value, error = future.result(seconds)
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > SIGN_SECONDS:
+            if wait([future], SIGN_SECONDS).done:
+                break
+            goes_on()
+        value, error = future.result(max(0.0, left))
     except TimeoutError:  # one that the coroutine raises is caught
         raise LateCoroutine(f"gave nothing within {seconds:g} s") from None
     except CancelledError:

@@ -51,7 +51,6 @@ _FORMULA = re.compile(
     r"\$\$(.+?)\$\$|(?<![\\$])\$(?![\s$])([^$\n]*?[^\s$\\])\$(?![0-9$])|\\\((.+?)\\\)|\\\[(.+?)\\\]",
     re.DOTALL,
 )
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # After a comma no other choice may follow: `B, C`.
 _CHOICE = re.compile(
     r"(?:(?i:option|choice)\s+)?"
@@ -82,8 +81,8 @@ def extract_answer(completion: str, *, numeric: bool = True, choice: bool = Fals
     has_box, boxed = last_box(completion)
     if has_box:
         return boxed
-    if tagged := TAGGED.findall(completion):
-        completion = tagged[-1]
+    if (tagged := last_tagged(completion)) is not None:
+        completion = tagged
     before, marker, after = completion.rpartition("####")
     if marker:
         after = after[:_WINDOW_CHARS].strip()
@@ -94,6 +93,15 @@ def extract_answer(completion: str, *, numeric: bool = True, choice: bool = Fals
         # and never what stood before.
         completion = completion[len(before) + len(marker) :]
     return _last_number(completion) if numeric else _last_phrase(completion, choice=choice)
+
+
+def last_tagged(text: str) -> str | None:
+    """What stands in the last `<answer>` tags; None where there are none that are closed."""
+    found, begin = None, text.find("<answer>")
+    while begin >= 0 and (end := text.find("</answer>", begin)) >= 0:
+        found = text[begin + len("<answer>") : end]
+        begin = text.find("<answer>", end)
+    return found
 
 
 def right_letter(gold: str) -> str | None:

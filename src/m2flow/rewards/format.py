@@ -20,7 +20,9 @@ def format_reward(
     """
     if row.get("prompt_end", prompt).rstrip().endswith("<think>"):
         completion = "<think>" + completion
+    if len(_TAG.findall(completion)) != 4:  # first: of many tags the form would try every pair
+        return 0.0
     form = _FORM.fullmatch(completion)
-    if form is None or len(_TAG.findall(completion)) != 4:
+    if form is None:
         return 0.0
     return float(all(part.strip() for part in form.groups()))

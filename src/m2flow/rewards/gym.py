@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from m2flow.errors import UserError
-from m2flow.rewards.final_answer import TAGGED, extract_answer
+from m2flow.rewards.final_answer import extract_answer, last_tagged
 
 
 def gym_reward(
@@ -30,8 +30,8 @@ def gym_reward(
 
 def gym_answer(completion: str) -> str | None:
     """The answer that is scored, or None where there is none; it may have several lines."""
-    tagged = TAGGED.findall(completion)
-    return tagged[-1].strip() if tagged else extract_answer(completion, numeric=False)
+    tagged = last_tagged(completion)
+    return extract_answer(completion, numeric=False) if tagged is None else tagged.strip()
 
 
 def reasoning_gym() -> Any:

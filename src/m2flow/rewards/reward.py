@@ -24,16 +24,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from m2flow.errors import UserError
+from m2flow.flow.progress import goes_on
 from m2flow.plan.machine import available_cores
-from m2flow.rewards.event_loop import STUCK_SECONDS, LateCoroutine, run_coroutine
+from m2flow.rewards.event_loop import SIGN_SECONDS, STUCK_SECONDS, LateCoroutine, run_coroutine
 from m2flow.user_code import FUNCTION, caught, gives_coroutines, user_function, what_raised
 
 SHORT_NAMES = {
@@ -342,9 +342,14 @@ def _beside(
         return _called(function, calls, seconds)
     found: list[Any] = [None] * len(calls)
     with ThreadPoolExecutor(threads) as pool:
-        parts = [calls[first::threads] for first in range(threads)]
-        for first, part in enumerate(pool.map(partial(_called, function, seconds=seconds), parts)):
-            found[first::threads] = part
+        parts = [
+            pool.submit(_called, function, calls[first::threads], seconds)
+            for first in range(threads)
+        ]
+        while wait(parts, SIGN_SECONDS).not_done:
+            goes_on()  # whoever watches the stage does not hear of these threads
+        for first, part in enumerate(parts):
+            found[first::threads] = part.result()
     return found
 
 
@@ -365,7 +370,7 @@ def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> 
         threading.Thread(target=_call_each, args=arguments, daemon=True).start()
         while len(found) < len(calls):
             try:
-                value = results.get(timeout=seconds)
+                value = _next(results, seconds)
             except queue.Empty:
                 found.append(_too_slow(seconds))
                 slow += 1
@@ -374,6 +379,23 @@ def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> 
             found.append(value)
             slow = 0
     return found
+
+
+def _next(results: queue.SimpleQueue[Any], seconds: float) -> Any:
+    """What comes next within some seconds; meanwhile the stage says that it goes on.
+
+    Raises:
+        queue.Empty: nothing comes.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        goes_on()
+        left = end - time.monotonic()
+        try:
+            return results.get(timeout=max(0.0, min(left, SIGN_SECONDS)))
+        except queue.Empty:
+            if left <= SIGN_SECONDS:
+                raise
 
 
 def _call_each(

@@ -536,3 +536,18 @@ def test_a_path_may_begin_in_the_home_folder(
     monkeypatch.setenv("HOME", str(tmp_path))
     path = write(tmp_path, GOOD)
     assert read_problems(f"~/{path.name}") == read_problems(path)
+
+
+def test_what_programs_leave_in_a_folder_is_not_read(tmp_path: Path) -> None:
+    """Rows that `datasets` keeps beside saved ones, and a notebook's copies, counted twice."""
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"question": ["?"], "answer": ["1"]})
+    for name in ("data-00000-of-00001.arrow", "cache-1a2b3c.arrow"):
+        with (
+            pa.OSFile(str(tmp_path / name), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as writer,
+        ):
+            writer.write_table(table)
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    write(tmp_path / ".ipynb_checkpoints", '{"question": "?", "answer": 2}', name="a.jsonl")
+    assert [problem.answer for problem in read_problems(tmp_path)] == ["1"]

@@ -12,6 +12,7 @@ import ray
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
+from m2flow.algorithms.sampling import derive_seed
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Place
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_tokenizer
@@ -493,3 +494,22 @@ def test_the_tokenizer_of_an_encoder_need_not_end_anything(classifier: str, tmp_
     with pytest.raises(UserError, match="no eos token"):
         load_tokenizer(tmp_path)
     assert load_tokenizer(tmp_path, ends=False).eos_token is None
+
+
+def test_a_judge_draws_with_numbers_of_its_own(judge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the first group were the numbers that its answers were drawn with."""
+    section = JudgeSection(path=judge, template="{answer}?", max_new_tokens=2, temperature=1.0)
+    worker, seeds = loaded(JudgeModel(section)), list[int]()
+    submit = worker.engine.submit
+
+    def noted(requests: Any) -> None:
+        requests = list(requests)
+        seeds.extend(one.seed for one in requests)
+        submit(requests)
+
+    monkeypatch.setattr(worker.engine, "submit", noted)
+    some = answers("#5", "#6")
+    group = Batch(some.with_columns(seed=[3, 3]).columns)  # items 0 and 1 of one prompt
+    list(worker.score(group))
+    assert len(set(seeds)) == 2
+    assert not set(seeds) & {derive_seed(3, sample) for sample in range(2)}

@@ -327,6 +327,22 @@ class TestGym:
         assert len(held_out) == 30
         assert not held_out & {task.train(index).prompt for index in range(2000)}
 
+    def test_a_problem_that_cannot_be_made_is_passed_over(self) -> None:
+        """It ended the run in the step that asked it, and so did every resume."""
+        pytest.importorskip("reasoning_gym", reason="needs the extra m2flow[gym]")
+
+        def make(least: int) -> Any:
+            options = {"max_sides": 3, "min_angle": least}
+            return make_task("gym", dataset="simple_geometry", seed=1, options=options)
+
+        task, again = make(80), make(80)  # one in thirteen fails
+        assert len(task.held_out(40)) == 40
+        walked = [task.train(index) for index in range(100)]
+        assert [again.train(index) for index in reversed(range(100))] == walked[::-1]
+        for ask in (lambda: make(100).train(0), lambda: make(100).held_out(3)):
+            with pytest.raises(UserError, match=r"^data\.options: simple_geometry can make no"):
+                ask()
+
     def test_its_own_score_on_the_extracted_answer(self, task: Any) -> None:
         problem = task.train(0)
 

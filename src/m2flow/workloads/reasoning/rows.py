@@ -100,7 +100,7 @@ def _files(path: Path, splits: Sequence[str]) -> list[Path]:
     if not path.is_dir():
         return [path]
     found = sorted(file for file in path.rglob("*") if file.suffix in KINDS and file.is_file())
-    found = [file for file in found if file.name not in BESIDE]
+    found = [file for file in found if not _is_beside(file.relative_to(path))]
     kinds = {file.suffix for file in found}
     if not found or len(kinds) > 1:
         raise UserError(
@@ -110,6 +110,13 @@ def _files(path: Path, splits: Sequence[str]) -> list[Path]:
             hint="name one of its files or subfolders",
         )
     return _of_a_split(path, found, splits)
+
+
+def _is_beside(file: Path) -> bool:
+    """Whether a file of a data set's folder holds none of its rows: it is about them, is hidden, or
+    is what `datasets` has made of them and keeps there."""
+    hidden = any(part.startswith(".") for part in file.parts)
+    return hidden or file.name in BESIDE or file.match("cache-*.arrow")
 
 
 def _of_a_split(path: Path, files: list[Path], wanted: Sequence[str]) -> list[Path]:

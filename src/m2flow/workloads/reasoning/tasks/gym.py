@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from m2flow.errors import UserError, suggestion
@@ -27,6 +27,7 @@ DEFAULT_TEMPLATE = (
 _BLOCK_SIZE = 256
 _MAX_BLOCKS = 8
 _MAX_DRAWS = 200
+_MAX_FAILURES = 20  # in a row: the options leave no problem, or hardly any
 # Some data sets take a tenth of a second for a problem: few of those drawn may be thrown away.
 _HELD_OUT_ONE_IN = 4
 
@@ -70,11 +71,11 @@ class Gym:
 
         Raises:
             UserError: where all that the data set generates is held out (it has a handful of
-                questions).
+                questions), or it can make none of these options.
         """
         block, place = divmod(index, _BLOCK_SIZE)
-        for draw in range(_MAX_DRAWS):
-            entry = self._entry(place, "train", self.seed, draw, block)
+        draws = ((place, ("train", self.seed, draw, block)) for draw in range(_MAX_DRAWS))
+        for entry in self._entries(draws):
             if not reserved(entry["question"], one_in=_HELD_OUT_ONE_IN):
                 return self._problem(entry)
         raise UserError(
@@ -84,16 +85,45 @@ class Gym:
         )
 
     def held_out(self, count: int) -> list[Problem]:
-        """`count` different problems, for every seed the same; fewer where few exist."""
+        """`count` different problems, for every seed the same; fewer where few exist.
+
+        Raises:
+            UserError: the data set can make none of these options.
+        """
         found: dict[str, Problem] = {}
-        for number in range(1000 + 40 * count):
-            if len(found) == count:
-                break
-            block, place = divmod(number, _BLOCK_SIZE)
-            entry = self._entry(place, "held out", block)
+        places = (divmod(number, _BLOCK_SIZE) for number in range(1000 + 40 * count))
+        entries = self._entries((place, ("held out", block)) for block, place in places)
+        while len(found) < count and (entry := next(entries, None)) is not None:
             if reserved(entry["question"], one_in=_HELD_OUT_ONE_IN):
                 found.setdefault(entry["question"], self._problem(entry))
         return list(found.values())
+
+    def _entries(
+        self, places: Iterable[tuple[int, tuple[object, ...]]]
+    ) -> Iterator[dict[str, Any]]:
+        """What stands at these places of blocks, less what reasoning-gym cannot make.
+
+        Raises:
+            UserError: it cannot make `_MAX_FAILURES` in a row.
+        """
+        failures = 0
+        for place, key in places:
+            try:
+                entry = self._entry(place, *key)
+            except UserError:
+                raise
+            except Exception as error:
+                self._blocks.pop(key, None)  # some data sets end there from then on
+                failures += 1
+                if failures == _MAX_FAILURES:
+                    raise UserError(
+                        f"{self.dataset} can make no problem of these options: {error}",
+                        key="data.options",
+                        value=self.options,
+                    ) from error
+                continue
+            failures = 0
+            yield entry
 
     def _problem(self, entry: dict[str, Any]) -> Problem:
         prompt = self.template.replace("{question}", entry["question"])

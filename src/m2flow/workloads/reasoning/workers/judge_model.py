@@ -118,7 +118,8 @@ class _Judging(Drawing):
                 self.unasked[item] = why
                 ended.append(_nothing(item))
             else:
-                requests.append(Request(item, ids, derive_seed(int(seed), item), self.params))
+                own_seed = derive_seed(int(seed), item, 1)  # no answer is drawn with it
+                requests.append(Request(item, ids, own_seed, self.params))
         self.engine.submit(requests)
         return ended
 
