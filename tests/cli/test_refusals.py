@@ -464,7 +464,7 @@ def test_a_directory_that_is_a_link_to_nothing(tiny: Path, refused: Refused) -> 
         ["eval", "theirs/run/checkpoints/latest", "--data", "sums.jsonl"],
         ["train", "tiny.yaml", "model.path=theirs/model"],
         ["train", "tiny.yaml", "data={task: jsonl, path: theirs/d.jsonl}", "--dry-run"],
-        ["train", "quickstart-embodied", "warmup.data=theirs/moves", "--dry-run"],
+        ["train", "quickstart-embodied", "warmup={data: theirs/moves, steps: 1}", "--dry-run"],
     ],
 )
 def test_what_another_user_has_closed(

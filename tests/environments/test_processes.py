@@ -470,3 +470,18 @@ def runs(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_an_answer_is_not_kept_where_its_process_is_lost_before_the_step_is_ended():
+    """It saw zeros, and what its limit had ended was learned from."""
+    hurried = Deadlines(start=60, reset=0.5, step=30, render=30)
+    there = hosted("Stuck", deadlines=hurried, limit=1)
+    try:
+        there.reset(None, range(4))
+        end = there.begin_step(actions(2), [0, 2])
+        there.reset([1], [7])  # hangs, and takes its neighbour along
+        outcome = end()
+        assert outcome.failed.tolist() == [True, False]
+        assert outcome.truncated.tolist() == [False, True]
+    finally:
+        there.close()

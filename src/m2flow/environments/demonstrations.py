@@ -183,6 +183,8 @@ def _as(dtype: str, name: str, column: Array) -> Array:
 
 def _check_rows(found: dict[str, Array], spec: EnvironmentSpec) -> None:
     episodes = found["episode"]
+    if episodes.dtype.kind not in "iufb":
+        raise _unfit("episode", episodes.dtype.name, "numbers")
     if not len(episodes) or len(np.unique(episodes)) != 1 + np.count_nonzero(np.diff(episodes)):
         raise _unfit("episode", "no rows, or rows apart", "the rows of an episode together")
     if spec.instructions is not None and found["instruction"].dtype.kind != "U":

@@ -226,7 +226,8 @@ class ProcessEnvironments(VectorEnvironment):
             for process, mine in dealt:
                 rows = [row_of[index] for index in mine]
                 part = results.get(process.number)
-                if part is None:
+                # One that was lost since its answer has given up what ran in it: rows of zeros.
+                if part is None or process.pid != sent.pids[process.number]:
                     whole.failed[rows] = True
                 else:
                     records[rows] = np.frombuffer(part, records.dtype)

@@ -2,9 +2,9 @@
 
 A slot without an episode (never reset, or given up) answers every step with `failed` until it is
 reset. An episode is given up, and counted by cause, when its simulator raises ("error"), gives a
-figure that is not finite ("nan"), or cannot be reset in `RESET_ATTEMPTS` attempts ("reset"); the
-simulator is then built anew. The other slots go on. Observations are written into `memory`, which
-may be shared between processes. NumPy alone; knows neither torch nor processes.
+figure that is not finite ("nan"), or cannot be reset in `RESET_ATTEMPTS` attempts ("reset"), before
+all but the first of which it is built anew. The other slots go on. Observations are written into
+`memory`, which may be shared between processes. NumPy alone; knows neither torch nor processes.
 
 Legend: B slots concerned, K actions of a chunk, A figures of an action.
 """

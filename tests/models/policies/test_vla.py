@@ -611,3 +611,17 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
         load_openvla(tmp_path)
+
+
+def test_a_critic_is_read_from_a_folder_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network was, and its critic was drawn anew."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    policy = tiny_openvla(["lift"], unit_statistics(2), ONE, seed=3)
+    save_policy(policy, tmp_path / "one")
+    read = load_openvla("~/one", ONE, torch.float32)
+    assert policy.value_head is not None
+    assert read.value_head is not None
+    for name, tensor in policy.value_head.state_dict().items():
+        assert torch.equal(read.value_head.state_dict()[name], tensor), name

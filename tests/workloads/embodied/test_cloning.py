@@ -333,6 +333,7 @@ def test_what_was_recorded_clones_the_policy_that_playing_it_does(tmp_path: Path
         ({"state": np.zeros((3, 10))}, r"'state' .*got \(3, 10\)"),
         ({"episode": np.array([0, 1, 0, 1])}, r"'episode' .*the rows of an episode together"),
         ({"instruction": np.zeros(4)}, r"'instruction' .*expected text"),
+        ({"episode": np.array(["a", "a", "b", "b"])}, r"'episode' .*expected numbers"),
     ],
 )
 def test_files_that_do_not_fit_are_refused_before_a_run(
@@ -448,3 +449,11 @@ def test_a_file_of_demonstrations_may_lie_in_the_home_folder(
     own = recipe(warmup={"episodes": 2})
     recorded(tmp_path, own)
     assert len(read_demonstrations("~/shown.npz", spec_of(own))["action"])
+
+
+@pytest.mark.parametrize(("warmup", "said"), [({}, 1), ({"steps": 0}, 0), ({"steps": 1}, 0)])
+def test_demonstrations_without_steps_are_said_to_be_without_effect(
+    warmup: dict[str, Any], said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe(warmup={"data": "shown.npz", **warmup})
+    assert len(caplog.messages) == said

@@ -414,6 +414,14 @@ def test_rollouts_of_a_group_begin_alike() -> None:
         ({"policy": {"distribution": "gaussian"}}, "policy.distribution: counting takes choices"),
         ({"policy": {"kind": "cnn"}}, "policy.cameras: counting has no such picture (got 'image')"),
         ({"environment": {"name": "table:rech"}}, "did you mean 'reach'"),
+        (
+            {"policy": {"kind": "pi0"}, "algorithm": {"entropy_coefficient": 0.01}},
+            "algorithm.entropy_coefficient: the noise of the stochastic equation is fixed",
+        ),
+        (
+            {"policy": {"kind": "cnn"}, "model": "states"},
+            "model: the recipe has no stand-in by state",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_starts(

@@ -395,3 +395,13 @@ def test_a_policy_whose_steps_are_left_out_in_a_row_ends_the_run() -> None:
     assert "value_loss" in figures
     assert not {"loss", "grad_norm", "temperature"} & figures.keys(), "of steps that were not taken"
     assert "2 times in a row (max_skipped_updates: 1)" in too_many([update.skips.take_note()])
+
+
+@pytest.mark.parametrize(("begin", "said"), [(96, 0), (97, 1)])
+def test_a_run_whose_buffer_never_has_enough_says_so(begin: int, said: int) -> None:
+    """It learned nothing, and ended as a run does that has."""
+    some = recipe(steps=2, replay={**SMALL["replay"], "begin": begin})
+    experiment = EmbodiedExperiment(some)
+    with m2flow.launch(experiment.flow(), items_per_step=4, mode="eager") as run:
+        results = list(run.steps(experiment.batch(step) for step in range(2)))
+    assert [len(experiment.alarms(one)) for one in results] == [said, said]

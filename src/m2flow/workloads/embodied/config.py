@@ -437,12 +437,12 @@ class EmbodiedRecipe(common.Recipe):
     @model_validator(mode="after")
     def _model_is_of_the_kind(self) -> EmbodiedRecipe:
         published = self.policy.kind in VISION_LANGUAGE_ACTION
-        if self.model == STATES and published:
+        if self.model == STATES and self.policy.kind != "mlp":
             raise UserError(
                 "the recipe has no stand-in by state: it says nothing under `states`",
                 key="model",
                 value=STATES,
-                expected=f"a folder, or {TINY}",
+                expected=f"a folder, or {TINY}" if published else "policy.kind: mlp, or no model",
             )
         if self.model not in (None, STATES) and not published:
             raise UserError(
@@ -459,6 +459,13 @@ class EmbodiedRecipe(common.Recipe):
                 hint="take it out",
             )
         return self
+
+    def without_effect(self, written: Mapping[str, Any]) -> str | None:
+        warmup = written.get("warmup")
+        if self.warmup.steps or not isinstance(warmup, Mapping) or "steps" in warmup:
+            return None
+        keys = [f"warmup.{key}" for key in ("data", "expert") if warmup.get(key) is not None]
+        return f"{', '.join(keys)}: without effect, since warmup.steps is 0" if keys else None
 
     def require_model(self) -> None:
         """Refuse to run a recipe of a published checkpoint that names none; it can be planned."""
@@ -518,6 +525,14 @@ class EmbodiedRecipe(common.Recipe):
                 key="algorithm.advantage_level",
                 value="action",
                 expected="chunk",
+            )
+        fixed = self.policy.kind == "pi0" and self.policy.noise == "sde"
+        if fixed and self.algorithm.entropy_coefficient:
+            raise UserError(
+                "the noise of the stochastic equation is fixed, and so is its entropy",
+                key="algorithm.entropy_coefficient",
+                value=self.algorithm.entropy_coefficient,
+                expected="0, or policy.noise: network",
             )
         sac = self.algorithm.name == "sac"
         steps = "(steps - algorithm.value_warmup_steps)" if self.idle_steps else "steps"

@@ -133,8 +133,9 @@ class EmbodiedExperiment:
     def _state(self, number: int, count: int, evaluated: bool) -> int:
         """The initial state of a start; -1 where states have no numbers, and the seed decides.
 
-        Training comes to each state once before it comes to any twice; an evaluation's starts are
-        spread evenly over all of them, and so over the tasks.
+        Rollouts of training begin once in each state before they begin in any twice; with automatic
+        reset all episodes of a rollout begin in its state. An evaluation's starts are spread evenly
+        over all states, and so over the tasks.
         """
         states = self.spec.num_initial_states
         if states is None:
@@ -259,6 +260,13 @@ class EmbodiedExperiment:
                 f"the critic alone learns in all {self.recipe.steps} steps "
                 f"(algorithm.value_warmup_steps: {still}): the policy stays as it is"
             )
+        if self.recipe.algorithm.name == "sac" and not result.metrics.get("updates"):
+            begin, there = self.recipe.replay.begin, result.metrics.get("replay", 0.0)
+            if there / (result.step + 1) * self.recipe.steps < begin:
+                found.append(
+                    f"nothing will be learned: the buffer will not have replay.begin = {begin} "
+                    f"transitions by the last of {self.recipe.steps} steps"
+                )
         if any(failed):
             found.append("a simulator crashed, hung or gave NaN: its episode is not trained on")
             if not sum(result.output["steps_taken"]):

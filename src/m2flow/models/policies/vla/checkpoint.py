@@ -60,7 +60,7 @@ def load_openvla(
         _refuse_unread(path, part, "kind", "openvla", "openvla-oft")
     model, tokenizer = _load_model(path, dtype)
     policy = OpenVLAPolicy(model, tokenizer, options)
-    _load_value_head(policy, Path(folder))
+    _load_value_head(policy, path)
     return policy
 
 
