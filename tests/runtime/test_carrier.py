@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
 from typing import Any
@@ -295,3 +296,30 @@ def test_a_pool_of_no_number_is_refused_before_anything_starts(number: Any) -> N
     for key in ("lanes_per_process", "spares", "start_seconds"):
         with pytest.raises(UserError, match=rf"^{key}: .*; expected "):
             LanePool([LaneSpec(0)], **{key: number})
+
+
+def test_nothing_is_heard_of_a_lane_that_was_given_up_while_it_was_up(
+    pool_of: PoolOf, tmp_path: Path
+) -> None:
+    """Its worker had lost a process of its own; that the lane ended later was a KeyError."""
+    pool, ends = pool_of(0, 1)
+    held: list[Any] = []
+    serving = {1: "there"}
+    pool.lanes, pool.missing, pool._folder = (LaneSpec(0), LaneSpec(1)), {}, tmp_path
+    pool.exchange = SimpleNamespace(forget=lambda lane: None)
+    at = dict.fromkeys((0, 1), SimpleNamespace(node="here"))
+    pool.processes = SimpleNamespace(
+        node="here", lanes=pool.lanes, addresses=at, hold=held.append,
+        known_end=lambda lane, seconds=0.0: serving[lane], give_up=lambda lane: serving.pop(lane),
+    )  # fmt: skip
+    pool.lost = {1: ("its engine's process has ended", 0.0)}
+    pool.give_up([1])
+    ends[1].close()
+    assert pool.receive(0.1) == []
+    assert (pool.lost, pool.spoiled, len(held)) == ({}, None, 1)
+
+
+def test_what_comes_after_the_end_wakes_nobody(pool_of: PoolOf) -> None:
+    pool, _ = pool_of(0)
+    pool._waker.close()
+    pool.wake()

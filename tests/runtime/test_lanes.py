@@ -702,3 +702,36 @@ def test_a_worker_that_cannot_load_says_why(pool: LanePool) -> None:
     with pytest.raises(BadItemError, match="no model here"):
         m2flow.launch(NoLoadFlow(worker=NoLoad()), items_per_step=ITEMS, plan=plan, lanes=pool)
     launch_fragile("", Path(), pool).close()  # the lanes are as good as before
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_steps_that_were_begun_do_not_go_on_with_the_workers_of_a_later_run(
+    staleness: int, pool: LanePool
+) -> None:
+    plan = hand_written(((0,),), SINGLE, chunk=1, max_staleness=staleness)
+    first = m2flow.launch(training(), items_per_step=ITEMS, plan=plan, lanes=pool)
+    results = first.steps(prompts(step) for step in range(STEPS))
+    assert next(results).step == 0
+    second = m2flow.launch(training(), items_per_step=ITEMS, plan=plan, lanes=pool)
+    with pytest.raises(UserError, match="^run: has ended, since another was launched"):
+        next(results)
+    assert second.worker_call("learner", "state") == 0, "it was trained by the other run"
+
+
+def test_a_flow_that_cannot_be_sent_leaves_the_run_on_the_lanes_as_it_is(pool: LanePool) -> None:
+    first = m2flow.launch(training(), items_per_step=ITEMS, mode="collocated", lanes=pool)
+    flow = NoLoadFlow(worker=Locked())
+    with pytest.raises(UserError, match=r"this .* cannot be pickled"):
+        m2flow.launch(flow, items_per_step=ITEMS, mode="collocated", lanes=pool)
+    assert first.step(prompts(0)).step == 0
+
+
+def test_a_batch_of_another_size_lets_the_steps_before_it_end(pool: LanePool) -> None:
+    """The step in flight was lost, and no further one could be run."""
+    plan = hand_written(((0,),), SINGLE, chunk=1, max_staleness=1)
+    with m2flow.launch(training(), items_per_step=ITEMS, plan=plan, lanes=pool) as run:
+        results = run.steps([prompts(0), prompts(1).select([0])])
+        assert next(results).step == 0
+        with pytest.raises(UserError, match="items_per_step"):
+            next(results)
+        assert run.step(prompts(1)).step == 1

@@ -264,3 +264,18 @@ def test_a_run_that_could_heal_and_takes_no_snapshots_says_so(
     books.give_up()
     books.give_up("the last one has failed: no space left")
     assert (books.warning is not None) is heals
+
+
+def test_what_else_is_done_in_a_pause_is_not_the_snapshots_time() -> None:
+    """After a race's change of plans no snapshot was taken for half an hour."""
+    now = 0.0
+    recovery = Recovery(0, [], 0, 10**9, heals=True, clock=lambda: now)
+    recovery.gave(0)
+    recovery.pause()
+    now = 30.0  # the pilot has gone over to another plan
+    recovery.pause_is_over()
+    recovery.begin(1)
+    recovery.keep({}, SaveSeconds(0.01, 0.0))
+    recovery.gave(1)
+    now += 2.0
+    assert recovery.is_due()

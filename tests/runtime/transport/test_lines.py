@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from m2flow.runtime.transport import listening
 from m2flow.runtime.transport.lines import LauncherLine, Line, LineClosed, Waiting, connect
 from tests.patience import SOON
 
@@ -126,3 +127,26 @@ def test_what_the_other_end_has_no_room_for_is_kept() -> None:
     assert [len(message) for message in got] == [8 << 20, 5]
     sender.close()
     receiver.close()
+
+
+def test_a_lane_that_reads_nothing_for_long_keeps_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine answers all along: the system gave the line up as that of a silent one."""
+    monkeypatch.setattr(listening, "SILENT_SECONDS", 4)
+    waiting, accepted = Waiting("127.0.0.1", KEY), list[Line]()
+    thread = threading.Thread(target=lambda: accepted.append(waiting.accept(SOON)))
+    thread.start()
+    launcher = connect(waiting.address, KEY, same_node=False, seconds=SOON)
+    thread.join(SOON)
+    launcher.send(bytes(32 << 20))
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        launcher.flush()  # was LineClosed: Connection timed out
+        time.sleep(0.1)
+    got: list[int] = []
+    reader = threading.Thread(target=lambda: got.append(len(accepted[0].receive())))
+    reader.start()
+    until = time.monotonic() + SOON
+    while launcher.unsent and time.monotonic() < until:
+        launcher.flush()
+    reader.join(SOON)
+    assert got == [32 << 20]

@@ -103,6 +103,7 @@ class RayCarrier:
         load_seconds: longest that a lane may take to bring one worker up.
         moved: what is known of the run that this one goes on with on the same lanes, if any.
         states: what workers are to restore, where the launcher keeps it.
+        run: whose the lanes are; None for one that begins with these workers.
 
     Attributes:
         state_bytes: what each worker's state takes on a lane, as the workers say after loading.
@@ -123,6 +124,7 @@ class RayCarrier:
         load_seconds: float,
         moved: Moved | None = None,
         states: Mapping[str, State] = MappingProxyType({}),
+        run: object | None = None,
     ) -> None:
         self.pool, self.graphs, self.plan, self._plans = pool, graphs, plan, plans
         self._sources: dict[tuple[str, int], dict[int, Batch]] = {}
@@ -133,7 +135,7 @@ class RayCarrier:
         self._collective = {name for name, worker in workers.items() if worker.collective}
         self.publisher = Publisher(pool.same_node, plan, graphs, pool.exchange.link)
         self.state_bytes = load_workers(
-            pool, graphs, plan, workers, version, load_seconds, moved, states
+            pool, graphs, plan, workers, version, load_seconds, moved, states, run
         )
 
     # --- carrier ----------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ def load_workers(
     seconds: float,
     moved: Moved | None = None,
     states: Mapping[str, State] = MappingProxyType({}),
+    run: object | None = None,
 ) -> dict[str, int]:
     """Bring workers up on their lanes; the most that each one's state takes on one.
 
@@ -70,6 +71,7 @@ def load_workers(
         seconds: longest that a lane may take to bring one worker up.
         moved: what is known of the run that goes on on the same lanes, if any.
         states: what workers are to restore, where the launcher keeps it.
+        run: whose the lanes are; None for one that begins with these workers.
 
     Raises:
         UserError: a worker cannot be pickled.
@@ -83,6 +85,7 @@ def load_workers(
         if meeting.number != pool.num_worlds:
             pool.keeper = meeting.keeper
         pool.world, pool.num_worlds = meeting.world, meeting.number
+    pool.run = run  # from here on whatever other run there was has lost its workers
     for lane in pool.lanes:
         pool.send(lane.id, order.of(lane.id, meeting, moved, states))
     return _loaded(pool, order.number, seconds)

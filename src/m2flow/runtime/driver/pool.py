@@ -260,8 +260,9 @@ class LanePool:
         return said
 
     def wake(self) -> None:
-        """Have `receive` return; may be called on any thread."""
-        self._waker.send(b"!")
+        """Have `receive` return; may be called on any thread, and when the pool is closed."""
+        with suppress(OSError):
+            self._waker.send(b"!")
 
     def _ended_in_silence(self) -> list[tuple[int, FromLane]]:
         """Ask Ray about lanes that have said nothing for long; those that have ended."""
@@ -442,12 +443,8 @@ class LanePool:
         self.processes.kill([lane])
         self._clear_after([lane])
         started = self.processes.begin(self.processes.lanes[self.positions([lane])[0]])
-        started.future().add_done_callback(self._is_up)
+        started.future().add_done_callback(lambda _: self.wake())
         return started
-
-    def _is_up(self, _: object) -> None:
-        with suppress(OSError):  # the pool may be closed by then
-            self.wake()
 
     def meet(self, lane: int, started: Any) -> None:
         """Have a lane again that was begun; nothing is on it, and the others know where it is.
@@ -475,6 +472,10 @@ class LanePool:
         for lane in lanes:
             self.missing[lane] = self.lost.pop(lane)
             self.processes.give_up(lane)
+            if (line := self._lines.pop(lane, None)) is not None:  # its worker alone had ended
+                self._selector.unregister(line)
+                self.processes.hold(line)
+                self._without_answer(lane, self.missing[lane][0])
         self.lanes = tuple(lane for lane in self.lanes if lane.id not in lanes)
         if not self.lost:
             self.spoiled = None

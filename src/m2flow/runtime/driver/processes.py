@@ -335,6 +335,10 @@ class LaneProcesses:
         if address is not None and address.node != self.node:
             self._left_files.add(address.node)
 
+    def hold(self, line: LauncherLine) -> None:
+        """Keep the line to a lane that was killed open: else the lane clears up after the pool."""
+        self._held.append(line)
+
     def call_back(self, lane: LaneSpec) -> bool:
         """Start a process for a lane that was given up, and wait for nothing.
 

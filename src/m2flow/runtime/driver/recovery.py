@@ -209,6 +209,10 @@ class Recovery:
         """No further step is begun until those in flight are over, so that a snapshot can begin."""
         self._paused_at = self._clock()
 
+    def pause_is_over(self) -> None:
+        """Further steps are begun: what has passed since `pause` was for something else."""
+        self._paused_at = None
+
     def begin(self, step: int) -> None:
         """A snapshot of all steps before this one is on its way."""
         self._begun, self._begun_at = step, self._clock()

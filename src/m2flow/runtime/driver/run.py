@@ -60,7 +60,7 @@ class Run(FlowThatRecovers):
         self._recovery.forget_open()
         while True:
             runner, again, self._again = self._runners[STEP], self._again, []
-            source = chain(again, source)
+            source = chain(again, source) if again else source
             if self.pilot is not None:
                 self.pilot.begins_with_none_in_flight()
             try:
@@ -80,7 +80,9 @@ class Run(FlowThatRecovers):
     def _until_a_pause(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Batches, until something is to be done between two steps for which the next one waits."""
         self._exhausted = False
+        self._recovery.pause_is_over()
         while not ((self.pilot and self.pilot.wants_to_look) or self._lanes_come_back):
+            self._check_here()  # another run may have been launched since the step before
             self._look_for_snapshot()  # the one of the step before, or there would be none now
             if self._recovery.is_due():
                 if not self._saves_at_once:

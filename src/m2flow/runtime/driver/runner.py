@@ -205,7 +205,11 @@ class Runner:
         refused: UserError | None = None
         while True:
             while source is not None and len(self._open) <= self.plan.max_staleness:
-                batch = next(source, None)
+                try:
+                    batch = next(source, None)
+                except UserError as error:  # told once the steps before it have ended
+                    source, refused = None, error
+                    continue
                 if batch is None:
                     source = None
                     continue

@@ -151,6 +151,7 @@ class FlowOnLanes:
 
     def _between_events(self) -> None:
         """What is done while steps are waited for."""
+        self._check_here()
         self.heed()
 
     @property
@@ -328,6 +329,7 @@ class FlowOnLanes:
             load_seconds=self._load_deadline,
             moved=kept,
             states=states,
+            run=self,
         )
         sized = plans.sized(self._state_bytes | carrier.state_bytes, self._methods.graphs)
         self._take_up(sized, carrier, next_steps)

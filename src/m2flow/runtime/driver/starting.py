@@ -180,7 +180,6 @@ def on_lanes(
     check_lanes(plans.everything, pool)
     if pool.spoiled is not None:
         raise RunFailed(f"no run can be started on these lanes any more: {pool.spoiled}")
-    pool.run = None  # whatever run there was loses its workers
     workers, start = plans.placed(flow.workers), time.perf_counter()
 
     def load(plans: Plans) -> RayCarrier:

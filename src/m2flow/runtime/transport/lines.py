@@ -55,7 +55,7 @@ class Waiting:
             TimeoutError: nobody did in time.
         """
         try:
-            return Line(self._came.get(timeout=seconds))
+            return Line(_patient(self._came.get(timeout=seconds)))
         except queue.Empty:
             raise TimeoutError(f"no launcher has come within {seconds:g} s") from None
         finally:
@@ -70,7 +70,19 @@ def connect(
     Raises:
         OSError: the lane does not answer, or has another key.
     """
-    return LauncherLine(listening.connect(address, key, same_node=same_node, seconds=seconds))
+    there = listening.connect(address, key, same_node=same_node, seconds=seconds)
+    return LauncherLine(_patient(there))
+
+
+def _patient(connection: socket.socket) -> socket.socket:
+    """Have the system wait for a peer that reads nothing for long, since it is at work.
+
+    Of a machine that is gone keepalive tells where nothing is on its way there, and Ray does
+    (`on_silence`).
+    """
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+    return connection
 
 
 class Line:

@@ -4,7 +4,8 @@ Each caller proves that it knows the key (`handshake`) on a thread of its own wi
 so a stranger that says nothing holds up nobody; on a Unix socket another user is turned away, by
 either side, before a word is said. A process that has run out of descriptors goes on
 to accept when it has some again. A TCP connection whose other machine answers no more ends within
-`SILENT_SECONDS`, and not with the deadline of whatever waits for it.
+`SILENT_SECONDS`, and not with the deadline of whatever waits for it. (Not so a control line with
+words on their way, see `lines`.)
 """
 
 from __future__ import annotations
