@@ -7,6 +7,7 @@ recipe are there.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,10 @@ def of_kind(name: str) -> Callable[[], None]:
     return change
 
 
+def cut(name: str) -> Callable[[], None]:
+    return lambda: os.truncate(Path("model") / name, 100)
+
+
 MODELS = [
     (drop("tokenizer_config.json"), ["tokenizer_config.json is missing"]),
     (drop("tokenizer.json"), ["the tokenizer has no vocabulary", "expected tokenizer.json"]),
@@ -102,6 +107,7 @@ MODELS = [
     (of_kind("falcon_h1"), ["model_type: config.json holds what no such model has", "published"]),
     (template("{% for turn in messages %}{{ turn"), ["chat template", "data.chat to false"]),
     (template("{{ raise_exception('not so') }}"), ["chat template", "not so"]),
+    (cut("tokenizer.json"), ["model: the tokenizer cannot be read", "again"]),
 ]
 """What is wrong with a model's folder, and what is said of it."""
 

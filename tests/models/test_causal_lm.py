@@ -19,6 +19,7 @@ from m2flow.generation.supported import check_supported
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
 from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
 from m2flow.runtime.lane.state import resident_bytes
+from m2flow.workloads.reasoning.workers import ModelSource
 
 SMALL = TinySpec(hidden_size=16, num_hidden_layers=2, intermediate_size=32)
 
@@ -290,3 +291,21 @@ def test_quantized_weights_are_refused(folder: Path) -> None:
         load_model(folder, torch.float32)
     with pytest.raises(UserError, match=r"quantized \(awq\)"):
         check_supported(quantized)
+
+
+def test_weights_of_other_shapes_are_one_line(
+    folder: Path, caplog: pytest.LogCaptureFixture, transformers_heard: None
+) -> None:
+    """transformers prints a table, and raises what names no tensor."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    with pytest.raises(UserError, match=r"6 of the weights have another shape.*down_proj"):
+        load_model(folder)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("content", ["", '{"eos_token_id": [5', "version https://git-lfs"])
+def test_a_damaged_generation_config_is_one_line(folder: Path, content: str) -> None:
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(UserError, match=r"generation_config\.json cannot be read.*copy the file"):
+        ModelSource(str(folder)).stop_ids()

@@ -310,7 +310,7 @@ def test_nothing_is_heard_of_a_lane_that_was_given_up_while_it_was_up(
     at = dict.fromkeys((0, 1), SimpleNamespace(node="here"))
     pool.processes = SimpleNamespace(
         node="here", lanes=pool.lanes, addresses=at, hold=held.append,
-        known_end=lambda lane, seconds=0.0: serving[lane], give_up=lambda lane: serving.pop(lane),
+        known_end=lambda lane, seconds=0.0: serving[lane], give_up=serving.pop,
     )  # fmt: skip
     pool.lost = {1: ("its engine's process has ended", 0.0)}
     pool.give_up([1])

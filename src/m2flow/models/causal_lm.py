@@ -145,15 +145,31 @@ def loaded(
             one that was never stopped.
 
     Raises:
-        UserError: the weights are incomplete or quantized, need code of the folder, or hold a head
+        UserError: the weights are incomplete, of other shapes or quantized, need code of the folder, or hold a head
             of their own where the configuration says that it is the embedding.
     """
     check_not_quantized(read_json(folder / "config.json", "the architecture"), str(folder))
     model: PreTrainedModel
     with _report_held_back():
         model, loading = from_folder(
-            auto, folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+            auto,
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below, in one line
         )
+        others = sorted(loading["mismatched_keys"])
+        if others:
+            name, there, wanted = others[0]
+            raise UserError(
+                f"{len(others)} of the weights have another shape than config.json says, among "
+                f"them {name}",
+                key=str(folder),
+                value=tuple(there),
+                expected=str(tuple(wanted)),
+                hint="its config.json belongs to another model",
+            )
         missing = sorted(loading["missing_keys"])
         if missing:
             raise UserError(
@@ -233,7 +249,7 @@ def load_tokenizer(path: str | Path, *, ends: bool = True) -> PreTrainedTokenize
         ends: whether completions are to be drawn with it, which an eos token ends.
 
     Raises:
-        UserError: the folder or its tokenizer files are missing, or need code of the folder; or
+        UserError: the folder or its tokenizer files are missing or damaged, or need code of the folder; or
             there is no eos token or no vocabulary.
     """
     folder = model_folder(path)
@@ -243,9 +259,19 @@ def load_tokenizer(path: str | Path, *, ends: bool = True) -> PreTrainedTokenize
     # architecture's own normalisation and splitting, which drops characters without a word.
     generic = declared in _GENERIC_TOKENIZERS and (folder / "tokenizer.json").is_file()
     reader = PreTrainedTokenizerFast if generic else AutoTokenizer
-    tokenizer: PreTrainedTokenizerBase = from_folder(reader, folder)
-    if not generic and _splits_otherwise(tokenizer, folder / "tokenizer.json"):
-        tokenizer = from_folder(PreTrainedTokenizerFast, folder)
+    tokenizer: PreTrainedTokenizerBase
+    try:
+        tokenizer = from_folder(reader, folder)
+        if not generic and _splits_otherwise(tokenizer, folder / "tokenizer.json"):
+            tokenizer = from_folder(PreTrainedTokenizerFast, folder)
+    except UserError:
+        raise
+    except Exception as error:  # tokenizers has no class of its own for what it raises
+        raise UserError(
+            f"the tokenizer cannot be read ({type(error).__name__}: {error})",
+            key=str(folder),
+            hint="copy tokenizer.json and the files of its kind again",
+        ) from error
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
         raise UserError(
             "the tokenizer has no vocabulary: it would make no token of any text",

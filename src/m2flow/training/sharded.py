@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -349,8 +349,11 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered
 
 
-def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of the model's state dict, whole and on the CPU, gathered one at a time.
+def whole_weights(
+    model: nn.Module, named: Iterable[tuple[str, Tensor]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are `named`, by default all of the model's state dict, whole and on the CPU,
+    gathered one at a time.
 
     Collective in the gang: every lane goes through all of it, and keeps what it needs. Names of one
     parameter (a head tied to the embedding) give the same tensor.
@@ -358,7 +361,7 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names_left = Counter(id(parameter) for parameter in parameters.values())
     tied: dict[int, Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in model.state_dict().items() if named is None else named:
         key = id(parameters.get(name))
         if key not in tied:
             tied[key] = whole(tensor)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -337,6 +338,8 @@ def test_a_gang_trains_the_same_adapters(
     again = stepped(learner_at(folder, Place(spill=tmp_path), found[0][0]))
     for name, value in expected.items():
         torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-6)
+    written = load_file(Path(found[0][0]) / "model" / "model.safetensors")
+    assert "lm_head.weight" not in written, "it is the embedding, which is there already"
 
 
 def test_a_lane_that_is_not_the_first_of_the_world_writes_the_sum(

@@ -183,15 +183,16 @@ class GenerationSection(Section):
 
 
 class TrainingSection(Section):
-    """How the learner computes; none of these changes the result but by rounding.
+    """How the learner computes; all but three of these change the result by rounding alone.
 
+    `recompute_logprobs` is another objective where data are stale, or engine and trainer differ.
     With `gradient_checkpointing` activations are computed again in the backward pass, which takes a
     third more arithmetic and leaves the memory to longer micro-batches; null: on accelerators.
     With `optimizer_on_host` the optimizer's state is in host memory, and the CPU takes its steps.
     With `fused_kernels` policy, reference and critic compute by Liger's kernels, on CUDA; null:
     where these can be used; true refuses a run that could not use them.
 
-    Two settings, which need torchao, change the result: `moments: 8bit` keeps the optimizer's
+    Two settings, which need torchao, change it too: `moments: 8bit` keeps the optimizer's
     moments in 8 bits, and `rounding: stochastic` steps bfloat16 weights without float32 copies.
     """
 

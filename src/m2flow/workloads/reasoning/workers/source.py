@@ -81,10 +81,12 @@ class ModelSource:
         """
         from transformers import AutoConfig, GenerationConfig
 
-        from m2flow.models.folder import checked_folder, from_folder
+        from m2flow.models.folder import checked_folder, from_folder, read_json
 
         folder = checked_folder(self.path)
         said = (folder / "generation_config.json").is_file()
+        if said:
+            read_json(folder / "generation_config.json", "how answers end")
         read = from_folder(GenerationConfig if said else AutoConfig, folder)
         configured: int | list[int] | None = getattr(read, "eos_token_id", None)
         if configured is None:

@@ -233,12 +233,9 @@ class Trained(Divided):
     def _whole_weights(self) -> Iterator[tuple[str, Any]]:
         """Each tensor of the model as it is published, whole, on the CPU. Collective in a gang."""
         from m2flow.models.lora import merged_weights
-        from m2flow.training.sharded import whole, whole_weights
+        from m2flow.training.sharded import whole_weights
 
-        if not self.adapts:
-            yield from whole_weights(self.policy)
-            return
-        yield from ((name, whole(tensor)) for name, tensor in merged_weights(self.policy))
+        return whole_weights(self.policy, merged_weights(self.policy))
 
     def _adapters(self) -> dict[str, Any]:
         """This lane's parts of what trains of a model that is adapted, for the trainer's state."""
