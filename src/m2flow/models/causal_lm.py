@@ -145,8 +145,9 @@ def loaded(
             one that was never stopped.
 
     Raises:
-        UserError: the weights are incomplete, of other shapes or quantized, need code of the folder, or hold a head
-            of their own where the configuration says that it is the embedding.
+        UserError: the weights are incomplete, of other shapes or quantized, need code of the
+            folder, or hold a head of their own where the configuration says that it is the
+            embedding.
     """
     check_not_quantized(read_json(folder / "config.json", "the architecture"), str(folder))
     model: PreTrainedModel
@@ -249,8 +250,8 @@ def load_tokenizer(path: str | Path, *, ends: bool = True) -> PreTrainedTokenize
         ends: whether completions are to be drawn with it, which an eos token ends.
 
     Raises:
-        UserError: the folder or its tokenizer files are missing or damaged, or need code of the folder; or
-            there is no eos token or no vocabulary.
+        UserError: the folder or its tokenizer files are missing or damaged, or need code of the
+            folder; or there is no eos token or no vocabulary.
     """
     folder = model_folder(path)
     declared = read_json(folder / "tokenizer_config.json", "the tokenizer").get("tokenizer_class")
