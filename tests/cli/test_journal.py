@@ -284,3 +284,15 @@ def test_a_launcher_is_killed_while_lanes_score(
     drawn = [span for span in spans if span.get("name") == "generator.generate"]
     assert {span["args"]["step"] for span in drawn} == set(range(step + 2, STEPS + 1))
     ends_nearly_like(Path("run"), Path("straight"))
+
+
+def test_a_step_whose_rollouts_were_there_says_nothing_of_throughput(
+    tiny: Path, killed: Path, m2flow: M2flow
+) -> None:
+    """Samples that an earlier process had drawn counted as drawn in the seconds of training."""
+    there = killed_at("1-2", killed)
+    assert m2flow("train", tiny, *WORDS, "--run-dir", "run", "--resume").code == 0
+    for row in rows(Path("run")):
+        if "seconds/step" in row:
+            told = any(key.startswith("throughput/") for key in row)
+            assert told == (row["step"] - 1 not in there)

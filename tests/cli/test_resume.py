@@ -22,8 +22,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from m2flow.errors import Stopped, UserError
+from m2flow.errors import RunFailed, Stopped, UserError
 from m2flow.flow import Batch
+from m2flow.observe.ending import ending_of
 from m2flow.observe.run_directory import RunDirectory, held, merge_steps, read_document
 from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.run import Run
@@ -697,3 +698,24 @@ def test_left_over_folders_are_no_checkpoints(run: Path, straight: Path, m2flow:
     assert "going on from run/checkpoints/step_000003" in outcome.out
     same_weights(run, straight)
     assert not list(checkpoints.glob(".*"))
+
+
+def test_a_resume_whose_workers_do_not_come_up_is_told(
+    tiny: Path, finished: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The doctor said that the run had finished."""
+    shutil.copytree(finished / "warmup", "model")
+    Path("rows.yaml").write_text(ROWS)
+    rows = "".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(15))
+    Path("rows.jsonl").write_text(rows)
+    assert m2flow("train", "rows.yaml", "steps=1", "--run-dir", "run").code == 0
+
+    def fails(*arguments: Any, **options: Any) -> None:
+        raise RunFailed("lane 0: CUDA out of memory")
+
+    monkeypatch.setattr("m2flow.workloads.common.run.launched", fails)
+    assert m2flow("train", "rows.yaml", "steps=2", "--run-dir", "run", "--resume").code == 1
+    ending = ending_of(Path("run"))
+    assert ending.state == "failed"
+    assert "out of memory" in ending.lines[0]
+    assert Path("run/failure.txt").is_file()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import shutil
 import socket
 import urllib.error
 import urllib.request
@@ -188,4 +191,32 @@ def test_strangers_hold_up_nobody(
     port = int(dashboard.url.split(":")[2].split("/")[0])
     knock = partial(socket.create_connection, ("127.0.0.1", port))
     check_nobody_waits(partial(fetched, dashboard.url + "data"), knock)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_runs_that_another_user_has_closed_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them ended the command in a traceback."""
+    for name in ("mine", "theirs"):
+        RunDirectory.create(tmp_path / "runs" / name, "r").run.write_text("{}")
+    ask = os.stat
+
+    def closed(path: Any, **how: Any) -> os.stat_result:
+        if "theirs/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return ask(path, **how)
+
+    monkeypatch.setattr(os, "stat", closed)
+    assert [path.name for path in runs_in(tmp_path / "runs", most=8)] == ["mine"]
+
+
+def test_a_run_that_was_deleted_is_not_there(
+    dashboard: Dashboard, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each look at it was a traceback."""
+    shutil.rmtree(run)
+    for page in ("details", "report"):
+        assert refused(f"{dashboard.url}{page}?run=0") == 404
+    assert fetched(dashboard.url + "data")[0]
     assert capfd.readouterr() == ("", "")

@@ -566,3 +566,10 @@ def test_the_record_reads_back_what_was_written(
     assert record.first_key(("nothing", "reward/mean")) == "reward/mean"
     assert record.trace.num_steps == 5
     assert json.loads(json.dumps(record.plan))["mode"] == "hybrid"
+
+
+def test_a_film_that_somebody_has_put_there_is_no_obstacle(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "filmed")
+    run.write_films(1, [Film(b"moves", b"strip", "solved")])
+    (run.films / "step_best.webp").write_bytes(b"mine")
+    assert "solved" in write_report(run.path).read_text()

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from m2flow.errors import CannotWrite, UserError
 from m2flow.observe import run_directory
+from m2flow.observe.films import Film
 from m2flow.observe.jsonl import append_rows, cut_after_step, encode, json_safe, read_rows
 from m2flow.observe.record import MAX_ROLLOUTS, read_run
 from m2flow.observe.run_directory import RunDirectory, first_and_last, held, read_metrics
@@ -296,3 +297,13 @@ def test_a_file_system_without_locks_is_done_without(
     monkeypatch.setattr(run_directory.fcntl, "flock", refuse)
     with held(tmp_path, 0.0), held(tmp_path, 0.0):
         pass
+
+
+def test_what_was_left_out_of_an_abandoned_future_goes(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "r")
+    for step in (2, 3):
+        run.write_skipped(step, [{"reward": None}])
+        run.write_films(step, [Film(b"moves", b"strip", "solved")])
+    run.cut_after(2)
+    assert [path.name for path in run.skipped.iterdir()] == ["step_000002.jsonl"]
+    assert {path.stem.split("_")[1] for path in run.films.iterdir()} == {"000002"}

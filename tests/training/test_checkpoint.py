@@ -375,3 +375,20 @@ def test_each_part_has_a_state_of_its_own(tmp_path: Path) -> None:
     assert float(state_in(path)["x"]) == 2.0
     with pytest.raises(UserError, match="has no reward"):
         trainer_folder(path, "reward")
+
+
+def test_a_broken_checkpoint_that_no_link_names_is_not_passed_over(tmp_path: Path) -> None:
+    """A copy without links began again, and the rows of its figures were removed."""
+    (put(tmp_path, 1) / "model" / "weights").write_text("")
+    (tmp_path / "latest").unlink()
+    with pytest.raises(UserError, match=r"step_000001.*no whole checkpoint is left"):
+        resume_point(tmp_path)
+
+
+def test_latest_that_names_no_step_is_an_error(tmp_path: Path) -> None:
+    """It was a traceback: nothing says how many steps its weights have taken."""
+    shutil.copytree(put(tmp_path, 1), tmp_path / "best")
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("best")
+    with pytest.raises(UserError, match=r"latest: names no checkpoint.*'best'.*step_NNNNNN"):
+        resume_point(tmp_path)

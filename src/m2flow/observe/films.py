@@ -48,7 +48,8 @@ def write_films(folder: Path, step: int, films: Sequence[Film]) -> list[Path]:
 
 def film_cards(folder: Path) -> str:
     """Cards of the films of the first and of the last evaluation, as HTML; "" where none are."""
-    names = sorted(film.stem.removeprefix("step_") for film in folder.glob("step_*.webp"))
+    found = (film.stem.removeprefix("step_") for film in folder.glob("step_*.webp"))
+    names = sorted(name for name in found if name.partition("_")[0].isdecimal())
     steps = [name.partition("_")[0] for name in names]
     shown = [name for name, step in zip(names, steps, strict=True) if step in (steps[0], steps[-1])]
     return "".join(_card(folder, name) for name in shown)

@@ -210,11 +210,16 @@ class RunDirectory:
                     synchronise(path)
 
     def cut_after(self, step: int) -> int:
-        """Go back to a checkpoint's step: rows of later steps and torn lines leave both files.
+        """Go back to a checkpoint's step: rows of later steps and torn lines leave both files, and
+        later steps' films and left-out rollouts go.
 
         Returns:
             The number of lines removed.
         """
+        for path in (*self.skipped.glob("step_*.jsonl"), *self.films.glob("*_*_*.*")):
+            number = path.stem.split("_")[1]
+            if number.isdecimal() and int(number) > step:
+                path.unlink()
         return cut_after_step(self.metrics, step) + cut_after_step(self.samples, step)
 
 

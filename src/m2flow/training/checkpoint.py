@@ -153,16 +153,25 @@ def resume_point(root: Path) -> Path | None:
     is compared.
 
     Raises:
-        UserError: `latest` names a checkpoint that is not whole. The message says which file is
-            wrong and which whole checkpoint there is instead.
+        UserError: `latest` names a checkpoint that is not whole, or nothing and none is whole. The
+            message says which file is wrong and which whole checkpoint there is instead.
     """
     target = _target(root)
+    if target is not None and _STEP.fullmatch(target.name) is None:
+        raise UserError(
+            "names no checkpoint of a step",
+            key=str(root / LATEST),
+            value=target.name,
+            expected="step_NNNNNN, whose number is that of the steps that were taken",
+        )
     if target is not None and (broken := broken_file(target)) is None:
         return target
-    others = (path for path in reversed(_steps(root)) if broken_file(path) is None)
-    other = next(others, None)
+    steps = list(reversed(_steps(root)))
+    other = next((path for path in steps if broken_file(path) is None), None)
     if target is None:
-        return other
+        if other is not None or not steps:
+            return other
+        target, broken = steps[0], broken_file(steps[0])
     raise UserError(
         f"the checkpoint is not whole: {broken}",
         key=str(target),

@@ -96,3 +96,28 @@ def test_tables_whose_keys_the_user_chooses_are_compared_whole(recipe: type[Base
     found = {key for key in free_tables(recipe) if key.partition(".")[0] not in MAY_CHANGE}
     assert found
     assert found <= FREE_TABLES
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rest", "key", "now"),
+    [
+        (
+            EmbodiedRecipe,
+            {"environment": {"name": "table:reach"}, "policy": {"kind": "openvla"}},
+            "update.gradient_checkpointing",
+            True,
+        ),
+        (ReasoningRecipe, {}, "reward_model.tokens_per_microbatch", 4096),
+    ],
+)
+def test_further_settings_that_need_less_memory(
+    recipe: type[BaseModel], rest: dict[str, Any], key: str, now: Any
+) -> None:
+    section, _, name = key.partition(".")
+    there = {"path": "model"} if section == "reward_model" else {}
+    before, after = (
+        recipe.model_validate({**rest, section: there | more}).model_dump(mode="json")
+        for more in ({}, {name: now})
+    )
+    assert before != after
+    _check_same(before, after)

@@ -106,7 +106,10 @@ def check_holds_a_run(folder: Path) -> None:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in MARKS)
+    try:
+        return any((folder / name).exists() for name in MARKS)
+    except OSError:  # another user has closed it
+        return False
 
 
 def runs_in(folder: Path, most: int) -> list[Path]:

@@ -145,6 +145,8 @@ class _DashboardHandler(BaseHTTPRequestHandler):
             self._answer(name, query)
         except (BrokenPipeError, ConnectionResetError):  # the page was closed meanwhile
             self.close_connection = True
+        except UserError as error:  # the run's directory has gone
+            self._fail(HTTPStatus.NOT_FOUND, str(error))
 
     def _answer(self, name: str, query: dict[str, str]) -> None:
         if name in FILES:

@@ -97,7 +97,7 @@ async function refreshDetails(now) {
   const used = $("details").contains(document.activeElement); // it would lose the focus
   const wait = used ? 1000 : nextDetails - performance.now();
   if (!now && wait > 0) { detailsTimer = setTimeout(() => refreshDetails(false), wait); return; }
-  nextDetails = Infinity;
+  nextDetails = performance.now() + 60000; // a timer takes an infinite wait for none
   const began = performance.now(), number = $("which").value || 0;
   $("report").href = `report?run=${number}`;
   const answer = await fetch(`details?run=${number}`);

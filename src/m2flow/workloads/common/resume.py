@@ -26,7 +26,8 @@ MAY_CHANGE = {
     "evaluation", "checkpoint", "training.tokens_per_microbatch", "training.sharing",
     "training.gradient_checkpointing", "training.optimizer_on_host", "training.fused_kernels",
     "generation.max_running", "generation.cache_gb", "generation.captured_decode",
-    "judge.max_running", "judge.cache_gb", "update.turns_per_microbatch",
+    "judge.max_running", "judge.cache_gb", "reward_model.tokens_per_microbatch",
+    "update.turns_per_microbatch", "update.gradient_checkpointing",
     "environment.processes", "environment.python", "environment.deadlines",
     "environment.steps_aside",
 }  # fmt: skip

@@ -142,18 +142,23 @@ class Training:
 
         Nothing is left of a fresh run that is refused before a step of it is done.
         """
-        if self._directory is not None:
+        directory, facts = self._directory, dict[str, object]()
+        if directory is None and self.resumed and not isinstance(error, UserError | Stopped):
+            assert self.run_dir is not None
+            directory = RunDirectory(self.run_dir)  # its workers could not be brought up
+            facts["finished"] = None
+        if directory is not None:
             if isinstance(error, UserError) and not self.resumed and self._done == 0:
-                self._directory.discard()
+                directory.discard()
                 return
             why = (str(error).splitlines() or [""])[0]
             if not isinstance(error, M2FlowError | Stopped):
                 why = f"{type(error).__name__}: {why}"
             with suppress(CannotWrite):
-                self._directory.note_end(ended=time.time(), why=why)
+                directory.note_end(**facts, ended=time.time(), why=why)
                 if not isinstance(error, CannotWrite | Stopped):
                     account = "".join(traceback.format_exception(error))
-                    write_atomically(self._directory.failure, account.encode("utf-8", "replace"))
+                    write_atomically(directory.failure, account.encode("utf-8", "replace"))
 
     def _how_far(self) -> str:
         """Say how far a stopped run has come, and which command resumes it."""
@@ -352,7 +357,10 @@ class Training:
         if (samples := figures.get("samples")) is not None:  # less those that are carried over
             figures["throughput/samples_per_s"] = samples / result.seconds
         figures |= self._lanes_lost(run) | self._against_plan(run, result)
-        if result.recalled:
+        if result.recalled:  # its seconds are not those in which its rollouts were made
+            figures = {
+                name: value for name, value in figures.items() if not name.startswith("throughput/")
+            }
             figures["rollouts/recalled"] = float(result.recalled)
         rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
         self._begun().append_samples(step, rows)
