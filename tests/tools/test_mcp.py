@@ -132,6 +132,7 @@ def test_all_pages_of_a_list_of_tools_are_read(
         ({"command": SERVER, "env": {"PORT": [80]}}, r"^tools\.mcp\.env\.PORT: is no text"),
         ({"command": SERVER, "env": {"DEBUG": True}}, r"^tools\.mcp\.env\.DEBUG: is no text"),
         ({"command": SERVER, "only": "reverse"}, r"^tools\.mcp\.only: is no list of names"),
+        ({"command": SERVER, "only": []}, r"^tools\.mcp\.only: is no list of names"),
         ({"command": SAYS_PORT, "env": {"PORT": 8080}}, r"does not start: .*\(port 8080\)"),
     ],
 )
@@ -269,3 +270,13 @@ def test_what_a_server_writes_to_standard_error_is_bounded(
     (dead,) = box.carry_out([ToolCall("die", {})])
     assert "that was all" in dead.failure, "the last line is told"
     box.close()
+
+
+def test_a_text_that_is_embedded_is_a_text() -> None:
+    """The policy read `[resource]` in place of the file that it had asked for."""
+    from mcp.types import CallToolResult, EmbeddedResource, TextContent, TextResourceContents
+
+    file = EmbeddedResource(resource=TextResourceContents(uri="file:///a.txt", text="hello"))
+    answer = CallToolResult(content=[TextContent(text="read"), file])
+    servers: Any = type("Servers", (), {"call": lambda *_: answer})()
+    assert mcp.MCPTool(servers, "read", "", {}).call({}, 1.0) == "read\nhello"

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.errors import UserError
+from m2flow.rewards import sandbox
 from m2flow.rewards.reward import LONGEST_REASON
 from m2flow.rewards.sandbox import Limits, ProgramOutcome
 from m2flow.tools import (
@@ -439,6 +440,7 @@ def test_calls_that_hang_between_others_are_no_sign_that_a_tool_is_down(
         ("json:dumps", {"x": 1}, "a function has no options"),
         ("json:__doc__", {}, "is no function"),
         ("json:JSONDecoder", {}, "is a class"),
+        ("builtins:max", {}, "its types cannot be read: no signature found"),
     ],
 )
 def test_wrong_tools_are_refused_in_one_line(
@@ -639,3 +641,28 @@ def test_a_corpus_may_be_a_function_in_the_folder_of_the_command(
 
 def test_long_whole_numbers_are_exact() -> None:
     assert calculate("2**2000") == str(2**2000)
+
+
+def test_a_call_that_takes_long_gives_signs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool with more time than a call of a stage ended the run."""
+    monkeypatch.setattr(toolbox, "SIGN_SECONDS", 0.05)
+    heard: list[int] = []
+
+    def slow(text: str) -> str:
+        time.sleep(1.0)
+        return text
+
+    box = Toolbox([FunctionTool(slow)], seconds=30.0)
+    (found,) = box.carry_out([ToolCall("slow", "a")], lambda: heard.append(0))
+    assert found.text == "a"
+    assert len(heard) > 3
+
+
+def test_without_a_sandbox_the_tool_is_named_and_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "WAYS", ())
+    sandbox.find_way.cache_clear()
+    try:
+        with pytest.raises(UserError, match=r"^tools: no sandbox"):
+            make_tools([("python", {})])
+    finally:
+        sandbox.find_way.cache_clear()

@@ -39,7 +39,7 @@ class FunctionTool:
         self.description = inspect.getdoc(function) or self.name
         try:
             self._signature = inspect.signature(function, eval_str=True)
-        except (NameError, AttributeError, SyntaxError) as error:
+        except (NameError, AttributeError, SyntaxError, TypeError, ValueError) as error:
             raise _untold(f"its types cannot be read: {error}", self.name) from error
         self._signature = _by_name(self._signature)
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -76,7 +76,7 @@ def mcp_tools(
             value=command,
             expected='a list of words, such as ["my-server", "--stdio"]',
         )
-    if only is not None and not _are_texts(only):
+    if only is not None and not (_are_texts(only) and only):
         raise UserError(
             "is no list of names",
             key="tools.mcp.only",
@@ -169,7 +169,10 @@ class MCPTool:
         An answer that is an object alone is its JSON.
         """
         result = self._servers.call(self.name, arguments, seconds)
-        text = "\n".join(getattr(one, "text", f"[{one.type}]") for one in result.content)
+        text = "\n".join(
+            getattr(getattr(one, "resource", one), "text", f"[{one.type}]")
+            for one in result.content
+        )
         if not result.content and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:

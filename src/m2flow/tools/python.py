@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from m2flow.errors import UserError
 from m2flow.rewards.sandbox import LIMITS, find_way, run_python
 from m2flow.tools.tool import ToolError, schema, text_argument
 
@@ -26,7 +27,10 @@ class PythonTool:
     parameters = schema(code="the program")
 
     def __init__(self) -> None:
-        find_way()
+        try:
+            find_way()
+        except UserError as error:
+            raise UserError(error.message, key="tools", value="python", hint=error.hint) from None
 
     def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
         """What the program has printed, and the last line of its error if it ended by one."""

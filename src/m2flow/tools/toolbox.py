@@ -14,11 +14,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from m2flow.errors import suggestion
+from m2flow.rewards.event_loop import SIGN_SECONDS
 from m2flow.rewards.reward import TIMEOUTS_IN_A_ROW, in_a_line
 from m2flow.tools.tool import Tool, ToolCall, ToolError, ToolResult, arguments_of
 
@@ -69,14 +69,19 @@ class Toolbox:
     def carry_out(
         self, calls: Sequence[ToolCall], goes_on: Callable[[], object] = _nothing
     ) -> list[ToolResult]:
-        """The answer of each call, in order; `goes_on` is called with each, on this thread."""
+        """The answer of each call, in order.
+
+        `goes_on` is called with each, and every `SIGN_SECONDS` meanwhile, on this thread.
+        """
         if not calls:
             return []
         self.prepare()  # no call's deadline is for that
         with ThreadPoolExecutor(min(len(calls), self._concurrency)) as threads:
-            found = []
-            for answer in threads.map(partial(self._answer, patience=_Patience()), calls):
-                found.append(answer)
+            patience, found = _Patience(), list[ToolResult]()
+            for answer in [threads.submit(self._answer, call, patience) for call in calls]:
+                while wait([answer], SIGN_SECONDS).not_done:
+                    goes_on()  # what a call may take has a bound of its own
+                found.append(answer.result())
                 goes_on()
         return found
 

@@ -215,3 +215,9 @@ def exact(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
         endpoint, messages=[{"role": "user", "content": "Hi"}], temperature=1.0, stream_options={}
     )
     assert status == 200, reply
+
+
+def takes(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
+    """Uses up what it is told."""
+    problem["metadata"]["hints"].pop()
+    ask(endpoint, messages=[{"role": "user", "content": problem["prompt"]}])

@@ -122,3 +122,21 @@ agents.close()
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "the agent did not end within 0.1 s\n"
+
+
+def test_a_function_that_gives_a_coroutine_is_run_to_its_end() -> None:
+    """It was never awaited, and had asked nothing."""
+    ran: list[str] = []
+
+    async def inner(problem: Mapping[str, Any]) -> None:
+        await asyncio.sleep(0)
+        ran.append(problem["prompt"])
+
+    def agent(problem: Mapping[str, Any], endpoint: Endpoint) -> Any:
+        return inner(problem)
+
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    agents = Agents(agent, 1, 60.0, ended)
+    agents.begin(0, {"prompt": "a"}, Endpoint("", ""))
+    assert (ended.get(timeout=60), ran) == ((0, ""), ["a"])
+    agents.close()

@@ -318,3 +318,15 @@ def test_what_a_tool_answers_beside_other_messages_is_no_special_token_either() 
     ids = dialect.message_ids(messages)
     assert 256 not in ids
     assert BYTES.decode(ids) == "(answer)a<eos>(end)(user)and now?(end)(assistant)"
+
+
+def test_special_tokens_open_a_call_and_stand_around_an_answer() -> None:
+    """A call that began with one was none, and around an answer it was spelled out."""
+    tokenizer = chat_tokenizer()
+    tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = False
+    section = EpisodeSection(dialect="tags", call=("<pad>", "]"), result=("<pad>", "}"))
+    tags = dialect_of(tokenizer, section, ["calculator"])
+    turn = [*ids_of("so "), 257, *ids_of("1+2]")]
+    assert tags.calls(turn) == [ToolCall("calculator", "1+2")]
+    assert tags.without_calls(turn) == "so "
+    assert tags.result_ids([ToolResult("3<pad>")])[0] == [257, *ids_of("3<pad>}")]

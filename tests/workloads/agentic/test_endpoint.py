@@ -537,3 +537,27 @@ def test_agents_beside_each_other_have_the_tokens_that_they_have_alone() -> None
     for thread in threads:
         thread.join(60)
     assert found == [alone] * 2
+
+
+def test_what_an_agent_does_to_its_problem_no_other_sees(
+    chat_recipe: AgenticRecipe, chat_folder: Path
+) -> None:
+    """Agents of one prompt had one table, which rewards read behind them."""
+    experiment = AgenticExperiment(with_agent(chat_recipe, "takes"), ModelSource(str(chat_folder)))
+    batch = experiment.batch(0)
+    batch = batch.with_columns(metadata=[{"hints": ["one"]} for _ in range(len(batch))])
+    episodes = hosted(experiment, batch, defaultdict(list))
+    assert not any(episodes["tool_failure"]), {*episodes["tool_failure"]}
+    assert all(row == {"hints": ["one"]} for row in episodes["metadata"])
+
+
+def test_a_reply_that_was_cut_off_says_nothing_of_the_next_one() -> None:
+    """An agent that failed while that was drawn had ended as cut off, and was trained on."""
+    talk = conversation()
+    talk.extend(HELLO, [])
+    reply = talk.take(replace(said("hi"), finish_reason="length"))
+    assert (talk.reason, talk.drawing) == ("length", False)
+    talk.extend([*HELLO, reply, *HELLO], [])
+    assert talk.drawing
+    talk.take(said("hi"))
+    assert not talk.drawing

@@ -126,3 +126,13 @@ def test_a_turn_ends_where_several_tokens_close_a_call(
             else:
                 assert not turn.tools
     assert closed > 3
+
+
+def test_a_turn_gives_signs_while_it_is_drawn(tiny_recipe: MakeRecipe, warmed: ModelSource) -> None:
+    """A batch that took longer than a call may ended the run, though each token was progress."""
+    experiment, heard = AgenticExperiment(tiny_recipe(), warmed), list[int]()
+    generator = experiment.flow().generator
+    generator.load(Place(goes_on=lambda: heard.append(0)))
+    episodes = begin_episodes(experiment.batch(0), samples_per_prompt=1, greedy=True)
+    found = generator.turn(episodes)
+    assert len(heard) >= max(found["completion_ids"].lengths) - 1 > 0

@@ -130,16 +130,30 @@ class TagDialect:
         # A special token is no text. Any other text may stand within a token that has more of it.
         special = bool(self.stop_ids) and close[0] in _special_ids(tokenizer)
         self.closing_strings: tuple[str, ...] = () if special else (self._close,)
+        opening = self._written(self._open)
+        alone = len(opening) == 1 and opening[0] in _special_ids(tokenizer)
+        self._opening = opening[0] if alone else None
+
+    def _written(self, text: str) -> list[int]:
+        """Tokens of a text that the recipe gives, whose special tokens are meant."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def _parts(self, ids: Sequence[int]) -> tuple[str, str, str, bool]:
         """A turn's text before its call, what opens the call if it is there, the call's text, and
         whether the call was closed.
         """
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        closed = bool(ids) and ids[-1] in self.stop_ids
+        ids, closed, before = list(ids), bool(ids) and ids[-1] in self.stop_ids, None
+        if self._opening in ids:
+            place = len(ids) - 1 - ids[::-1].index(self._opening)
+            before = self._tokenizer.decode(ids[:place], skip_special_tokens=True)
+            ids = ids[place + 1 :]
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
         if not closed and self.closing_strings:
             text, close, _ = text.partition(self._close)
             closed = bool(close)
+        if before is not None:
+            return before, self._open, text, closed
         return (*text.rpartition(self._open), closed)
 
     def calls(self, ids: Sequence[int]) -> list[ToolCall | ToolResult]:
@@ -165,8 +179,7 @@ class TagDialect:
         ids, num_cut = [], 0
         for answer in answers:
             inner, cut = self._writer.cut(answer.text.strip())
-            ids += self._writer.literal(self._result[0]) + inner
-            ids += self._writer.literal(self._result[1])
+            ids += self._written(self._result[0]) + inner + self._written(self._result[1])
             num_cut += cut
         return ids, num_cut
 
@@ -176,9 +189,11 @@ class TagDialect:
         values = turn.arguments
         argument = values if isinstance(values, str) else " ".join(map(str, values.values()))
         named = argument if len(self._tools) == 1 else f"{turn.tool} {argument}"
+        begin = [] if self._opening is None else [self._opening]
+        text = named if begin else f"{self._open}{named}"
         if self.stop_ids:
-            return [*self._writer.literal(f"{self._open}{named}"), *self.stop_ids]
-        return self._writer.literal(f"{self._open}{named}{self._close}")
+            return [*begin, *self._writer.literal(text), *self.stop_ids]
+        return [*begin, *self._writer.literal(f"{text}{self._close}")]
 
 
 class ChatDialect:

@@ -14,6 +14,7 @@ trajectory alone.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from m2flow.rewards.event_loop import LoopThread, shared_loop
+from m2flow.rewards.event_loop import LoopThread, run_coroutine, shared_loop
 from m2flow.rewards.reward import in_a_line
 from m2flow.user_code import caught, gives_coroutines, what_raised
 from m2flow.workloads.agentic.endpoint.server import MODEL
@@ -115,7 +116,9 @@ class Agents:
     def _called(self, item: int, problem: Mapping[str, Any], endpoint: Endpoint) -> None:
         why = ""
         try:
-            self._function(problem, endpoint)
+            found = self._function(problem, endpoint)
+            if inspect.iscoroutine(found):  # of a function that does not say that it gives one
+                run_coroutine(found, self._seconds)
         except BaseException as error:
             why = _why(error)
         self._ended.put((item, why))

@@ -41,6 +41,7 @@ class Conversation:
         turns: where each turn ends.
         version: of the weights that drew the first token and the last.
         reason: why it ended, as far as is known: of the last turn, or "turns" or "length".
+        drawing: whether a further turn is to come, for a request that was taken in.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Conversation:
         self.turns: list[Turn] = []
         self.version: tuple[int, int] | None = None
         self.reason = ""
+        self.drawing = False
         self._known: list[Any] = []
         self._tools: Any = None
         self._reply: dict[str, Any] | None = None
@@ -110,6 +112,7 @@ class Conversation:
         else:
             self._go_on(messages, said, tools)
         self._known, self._tools, self._reply = said, list(tools), None
+        self.drawing = True
         return None
 
     def _begin(
@@ -192,6 +195,7 @@ class Conversation:
             return self._with_turn(drawn)
 
     def _with_turn(self, drawn: Any) -> dict[str, Any]:
+        self.drawing = False
         ids, begin = drawn.token_ids.tolist(), len(self.ids)
         self.ids += ids
         self.mask += [True] * len(ids)

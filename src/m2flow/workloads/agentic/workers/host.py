@@ -6,6 +6,7 @@ beside it. Trajectories have the columns of those that come out of a loop.
 
 from __future__ import annotations
 
+import copy
 import math
 import queue
 import time
@@ -121,7 +122,8 @@ class Hosting:
             deadline = now + rounds * host.agent.deadline_seconds
             self.running[item] = episodes, row, conversation, key, deadline
             problem = {
-                "prompt": episodes["prompt"][row], "metadata": episodes["metadata"][row],
+                "prompt": episodes["prompt"][row],
+                "metadata": copy.deepcopy(episodes["metadata"][row]),  # the agent may change it
             }  # fmt: skip
             self._agents.begin(item, problem, Endpoint(self._server.base_url, key))
 
@@ -182,7 +184,7 @@ class Hosting:
         try:
             self._engine.submit([Request(conversation.item, conversation.context, seed, params)])
         except UserError as error:  # no memory for so many keys and values
-            conversation.reason = "length"
+            conversation.reason, conversation.drawing = "length", False
             answer.set_exception(RefusedRequest(str(error)))
             return
         self._waiting[conversation.item] = answer, params.max_new_tokens
@@ -205,7 +207,8 @@ class Hosting:
                 too_long = "the agent's first request does not fit the model's context"
                 nothing = "the agent asked nothing of the policy"
                 why = why or (too_long if record.reason == "length" else nothing)
-            limited = bool(record.turns) and record.reason in ("turns", "length")
+            cut_off = record.reason in ("turns", "length") and not record.drawing
+            limited = bool(record.turns) and cut_off
             parts.append(
                 episodes.select([row]).with_columns(
                     **_columns(record, self._host.dtype == "float64"),

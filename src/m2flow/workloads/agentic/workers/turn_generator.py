@@ -90,6 +90,7 @@ class TurnGenerator(Generator):
         try:
             while self.engine.busy:
                 finished += self.engine.step()
+                self.place.goes_on()
         finally:
             self.engine.abort([request.id for request in requests])
         most = {request.id: request.params.max_new_tokens for request in requests}
