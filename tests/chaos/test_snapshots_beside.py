@@ -201,3 +201,25 @@ def test_steps_that_are_taken_again_cannot_be_given_up(
             list(run.steps(prompts(step) for step in range(STEPS)))
         assert not run.give_up(run._recovery.given, 10.0)
     assert (tmp_path / "0").exists(), "nobody was killed"
+
+
+class Unhurried(Learner):
+    """Has not saved when the step's result is given."""
+
+    def save(self) -> dict[str, torch.Tensor]:
+        time.sleep(1.0)
+        return super().save()
+
+
+def test_after_a_snapshot_that_nobody_listened_for_others_are_taken(
+    pool: LanePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was away between two steps for longer than a call may take had none ever after."""
+    monkeypatch.setattr(recovery, "SHARE", math.inf)
+    monkeypatch.setattr(recovery, "BUSY", math.inf)
+    chosen = replace(APART, deadline_seconds=3.0)
+    with start(chosen, Death(), pool, learner=Unhurried) as run:
+        for result in run.steps(prompts(step) for step in range(STEPS)):
+            if result.step == 0:
+                time.sleep(4.0)
+        assert run._recovery.warning is None

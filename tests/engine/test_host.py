@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from m2flow.engine.messages import LAUNCHER, FeedCall, ItemsProduced, Part, RunCall
-from m2flow.flow import SOURCE, Batch, Flow, Stream, Worker, stage
+from m2flow.flow import SOURCE, Batch, Flow, Stream, Worker, loop, stage
 from m2flow.runtime.lane.host import LaneHost
 from tests.runtime.test_streams import Meeting
 
@@ -105,3 +105,32 @@ def test_what_came_too_late_to_one_lane_is_begun_on_none() -> None:
     first, second = together(gang(), {1: fed(4)}, {})
     assert items_of(first) == [0, 1]
     assert second == [None] * 2
+
+
+class Sharded(Worker):
+    collective = True
+
+    def __init__(self) -> None:
+        self.sizes = list[int]()
+
+    @stage
+    def turn(self, batch: Batch) -> Batch:
+        self.sizes.append(len(batch))
+        return batch.with_columns(done=[True] * len(batch))
+
+
+class Around(Flow):
+    sharded: Sharded
+
+    def step(self, items: Stream) -> Stream:
+        return loop(self.sharded.turn, until="done")(items)
+
+
+def test_a_lane_without_a_share_of_a_loops_call_takes_part_with_no_items() -> None:
+    """It made the first lane's item again, kept it and told of it."""
+    worker = Sharded()
+    host = LaneHost(LANES[1], {FLOW: Around(sharded=worker).trace()}, {"sharded": worker})
+    host.store.put(FLOW, STEP, SOURCE, Batch({"x": [1]}))
+    call = RunCall(CALL, 0, STEP, LANES, (inputs(0), ((),)))
+    assert list(host.call(FLOW, call)) == []
+    assert worker.sizes == [0]

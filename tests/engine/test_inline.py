@@ -919,3 +919,36 @@ def test_a_finish_gives_metrics_or_nothing() -> None:
         run.step(prompts(2))
     with start(Trains(worker=Wrong({"size": torch.tensor(2)})), 2) as run:
         assert run.step(prompts(2)).metrics == {"size": 2.0}
+
+
+@stage
+def note(batch: Batch) -> Batch:
+    large = bool((batch["x"] > 1).any())
+    return batch.with_columns(reason=["large"] * len(batch)) if large else batch
+
+
+@stage
+def number(batch: Batch) -> Batch:
+    return batch.with_columns(n=list(batch.ids))
+
+
+class Noting(Flow):
+    def step(self, items: Stream) -> Stream:
+        return number(note(items))
+
+
+class Numbering(Flow):
+    def step(self, items: Stream) -> Stream:
+        return number(items)
+
+
+def test_columns_that_follow_the_call_name_the_stage_that_gave_them() -> None:
+    flow = Noting()
+    line = refusal(flow, prompts(4), plan=hand_written(flow, {"note": StagePlan(chunk=2)}))
+    assert line.startswith("note: has given items with different columns")
+    assert "['reason']" in line
+
+
+def test_items_may_begin_without_columns() -> None:
+    with start(Numbering(), 3) as run:
+        assert run.step(Batch({}, range(3))).output["n"] == [0, 1, 2]

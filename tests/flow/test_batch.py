@@ -305,3 +305,24 @@ def test_a_batch_of_nothing_adds_nothing() -> None:
     assert Batch.concat([nothing, some, nothing, nothing]) is some
     assert Batch.concat([some, nothing, some.select([0])]).ids == (4, 7, 4)
     assert len(Batch.concat([nothing, nothing])) == 0
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array])
+def test_rows_of_nothing_do_not_change_the_dtype(make: Any) -> None:
+    """Token ids were floats wherever an empty row shared the call."""
+    whole = make([5, 6]).dtype
+    assert Ragged.from_rows([make([]), make([5, 6])]).values.dtype == whole
+    pieces = [Batch({"x": Ragged(make([]), [0])}), Batch({"x": Ragged(make([5, 6]), [2])})]
+    assert Batch.concat(pieces)["x"].values.dtype == whole
+    rows = Ragged.from_rows([make([]), make([[1, 2, 3]])])
+    assert [row.tolist() for row in rows] == [[], [[1, 2, 3]]]
+
+
+def test_positions_count_from_the_end_in_every_column() -> None:
+    """A Ragged column gave the last item's row beside what belongs to the one before it."""
+    batch = Batch({"l": [1, 2, 3], "t": torch.arange(3), "r": Ragged(torch.arange(6), [2, 2, 2])})
+    for rows in ([-2], [-1], [-1, 0], [-3, -2]):
+        assert rows_of(batch.select(rows)) == rows_of(batch.select([row % 3 for row in rows]))
+    assert batch.take(torch.tensor([2, 0])).ids == (2, 0)
+    with pytest.raises(UserError, match=r"^ids: no such item \(got 7\)"):
+        batch.take([7])

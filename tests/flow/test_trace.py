@@ -198,7 +198,9 @@ def test_a_loop_without_an_exit() -> None:
 
 def test_a_loop_without_stages_or_turns() -> None:
     assert refused(lambda self, x: loop()(x)) == "loop: a loop needs at least one stage"
-    assert "max_turns must be at least 1" in refused(lambda s, x: loop(s.model.act, max_turns=0)(x))
+    assert "max_turns must be a whole number of at least 1" in refused(
+        lambda s, x: loop(s.model.act, max_turns=0)(x)
+    )
 
 
 @pytest.mark.parametrize("member", ["sample", "train"])
@@ -681,3 +683,44 @@ def test_a_method_alone_needs_its_workers_alone_and_publishes_nothing() -> None:
     assert [node.name for node in graph.nodes] == ["model.score"]
     assert not graph.weight_edges
     assert whole.trace().weight_edges, "the whole flow is as it was"
+
+
+@pytest.mark.parametrize("turns", [2.5, "3", 0])
+def test_turns_are_counted_in_whole_numbers(turns: Any) -> None:
+    """2.5 was never reached, and items went around for ever."""
+    message = refused(lambda self, x: loop(self.model.act, max_turns=turns)(x))
+    assert message.startswith("loop: max_turns must be a whole number of at least 1")
+    until: Any = len
+    message = refused(lambda self, x: loop(self.model.act, until=until, max_turns=2)(x))
+    assert message.startswith("loop: until must be the name of a column")
+
+
+def test_a_stage_by_another_name_than_its_function_is_refused() -> None:
+    """A lane raised an AttributeError, in the middle of a step."""
+
+    class Renamed(Model):
+        rank = stage(lambda self, b: b)
+
+    class Toy(Flow):
+        judge: Renamed
+
+        def step(self, x: Stream) -> Stream:
+            return self.judge.rank(x)
+
+    with pytest.raises(FlowError, match=r"^judge\.<lambda>: is no attribute of its worker"):
+        Toy(judge=Renamed()).trace()
+
+
+def fold(self: Any, b: Batch) -> Batch:
+    return b
+
+
+def test_a_finish_that_could_not_be_called_is_refused_where_it_is_declared() -> None:
+    def same() -> None: ...
+
+    def fold_finish(self: Any, b: Batch) -> None: ...
+
+    same.__name__ = "fold"
+    for function, words in ((same, "the same name"), (fold_finish, "no argument beside")):
+        with pytest.raises(FlowError, match=f"^fold: its finish .*{words}"):
+            stage(accumulates=True)(fold).finish(function)

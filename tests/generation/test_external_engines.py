@@ -21,10 +21,12 @@ from typing import Any
 
 import psutil
 import pytest
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from m2flow.errors import ProcessEnded, RunFailed, UserError
+from m2flow.errors import CannotWrite, ProcessEnded, RunFailed, UserError
 from m2flow.generation import external_engine
 from m2flow.generation.external_engine import (
     MOST_POSITIONS,
@@ -522,3 +524,26 @@ def test_experts_of_other_names_are_refused() -> None:
     check_experts({"model_type": "qwen3"})
     with pytest.raises(UserError, match=r"qwen3_moe, or generation\.engine: native"):
         check_experts({"model_type": "mixtral", "num_local_experts": 8})
+
+
+def test_where_shared_memory_is_full_weights_go_by_the_disk(
+    engine: ExternalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, tried = safetensors.torch.save_file, list[Path]()
+    full = {engine._folders[-1]}
+
+    def save_file(tensors: Any, file: Path) -> None:
+        tried.append(file.parent)
+        if file.parent in full:
+            file.write_bytes(b"a part")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save(tensors, file)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    engine.install(model_of(1).state_dict(), 1)
+    assert tried == [engine._folders[-1], engine._folders[0]]
+    assert engine.version == 1
+    full.add(engine._folders[0])
+    with pytest.raises(CannotWrite, match="make room there"):
+        engine.install(model_of(0).state_dict(), 2)
+    assert not [one for folder in engine._folders for one in folder.glob("*.safetensors")]

@@ -86,6 +86,8 @@ class Ragged:
         """The rows at these positions, in this order; neighbours are copied together."""
         if not rows:
             return Ragged(self.values[:0], ())
+        if min(rows) < 0:  # from the end, as all other columns take them
+            rows = [range(len(self.lengths))[row] for row in rows]
         offsets = [0, *accumulate(self.lengths)]
         pieces = []
         first = last = rows[0]
@@ -206,9 +208,16 @@ class Batch:
         return Batch(picked, [self.ids[row] for row in rows])
 
     def take(self, ids: Iterable[int]) -> Batch:
-        """The items with these ids, in this order."""
+        """The items with these ids, in this order.
+
+        Raises:
+            UserError: there is no such item.
+        """
         where = {item: row for row, item in enumerate(self.ids)}
-        return self.select([where[item] for item in ids])
+        try:
+            return self.select([where[item] for item in _listed(ids)])
+        except KeyError as error:
+            raise UserError("no such item", key="ids", value=error.args[0]) from None
 
     def repeat(self, n: int) -> Batch:
         """Every item n times, side by side; item i becomes items i*n ... i*n + n-1."""
@@ -352,8 +361,12 @@ def _check_rows(name: str, parts: list[Tensor]) -> None:
 
 
 def _concatenate(parts: list[Tensor]) -> Tensor:
-    """`torch.concatenate` or `numpy.concatenate`, whichever made the parts."""
-    return importlib.import_module(_kind(parts[0])).concatenate(parts)
+    """`torch.concatenate` or `numpy.concatenate`, whichever made the parts.
+
+    One of shape [0] adds nothing, nor does its dtype: that of an empty list is a float's.
+    """
+    some = [part for part in parts if tuple(part.shape) != (0,)] or parts[:1]
+    return importlib.import_module(_kind(some[0])).concatenate(some)
 
 
 def _nbytes(column: Column) -> int:

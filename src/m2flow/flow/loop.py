@@ -33,8 +33,12 @@ def loop(
         raise FlowError(
             "a loop without an exit never ends", key="loop", hint="give `until` or `max_turns`"
         )
-    if max_turns is not None and max_turns < 1:
-        raise FlowError("max_turns must be at least 1", key="loop", value=max_turns)
+    if max_turns is not None and (not isinstance(max_turns, int) or max_turns < 1):
+        raise FlowError(
+            "max_turns must be a whole number of at least 1", key="loop", value=max_turns
+        )
+    if until and not isinstance(until, str):
+        raise FlowError("until must be the name of a column", key="loop", value=until)
     members = tuple(_bound(member) for member in stages)
     for member in members:
         spec = member.spec

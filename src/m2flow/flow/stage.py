@@ -77,6 +77,18 @@ class Stage:
                 key=self.spec.name,
                 hint="declare @stage(accumulates=True)",
             )
+        if function.__name__ == self.spec.name:
+            raise FlowError(
+                "its finish has the same name, and would stand in its place",
+                key=self.spec.name,
+                hint=f"call it {self.spec.name}_finish",
+            )
+        try:
+            inspect.signature(function).bind(None)
+        except TypeError:
+            raise FlowError(
+                "its finish must take no argument beside `self`", key=self.spec.name
+            ) from None
         self.finish_function = function
         return function
 

@@ -119,6 +119,12 @@ class Recording:
 
 def _check_taken(name: str, stage: TracedStage, streams: int, options: dict[str, Any]) -> None:
     """Refuse a call with other arguments than the stage's function takes."""
+    if stage.owner is not None and not hasattr(stage.owner, stage.spec.name):
+        raise FlowError(
+            "is no attribute of its worker under this name",
+            key=name,
+            hint="give the function the name that the worker has it by (functools.wraps)",
+        )
     function = stage.stage.function
     itself = 0 if stage.owner is None else 1
     try:

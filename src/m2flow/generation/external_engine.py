@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from m2flow.errors import ProcessEnded, RunFailed
+from m2flow.errors import CannotWrite, ProcessEnded, RunFailed, writing
 from m2flow.generation.records import Completion, Request
 from m2flow.generation.supported import check_installed, limit_of
 from m2flow.models.folder import from_folder
@@ -148,7 +148,7 @@ class ExternalEngine(ABC):
         )
         places = [
             scratch or Path(tempfile.gettempdir()),
-            *([SHARED_MEMORY] if SHARED_MEMORY.is_dir() else []),
+            *([SHARED_MEMORY] if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else []),
         ]
         prefix = f"{'m2flow' if scratch is None else scratch.name}-{self.package}-"
         self._folders = [Path(tempfile.mkdtemp(prefix=prefix, dir=place)) for place in places]
@@ -277,19 +277,26 @@ class ExternalEngine(ABC):
         self.version = version
 
     def _hand_over(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Have the engine install weights, by a file in shared memory."""
+        """Have the engine install weights, by a file: in shared memory, or where that is full
+        beside the log."""
         from safetensors.torch import save_file
 
         kept = {name: x.detach().cpu().contiguous() for name, x in weights.items()}
         embedding = _embedding_of_head(weights)
         if embedding is not None:  # a file of tensors holds none twice
             kept.pop(HEAD)
-        file = self._folders[-1] / "weights.safetensors"
-        try:
-            save_file(kept, file)
-            self._ask("install", str(file), version, embedding or EMBEDDING)
-        finally:
-            file.unlink(missing_ok=True)
+        for folder in reversed(self._folders):
+            file = folder / "weights.safetensors"
+            try:
+                with writing(f"weights for {self.label}", file):
+                    save_file(kept, file)
+                self._ask("install", str(file), version, embedding or EMBEDDING)
+                return
+            except CannotWrite:
+                if folder == self._folders[0]:
+                    raise
+            finally:
+                file.unlink(missing_ok=True)
 
     def weight_boxes(self) -> Mapping[str, Any] | None:
         """None: all weights are taken whole."""

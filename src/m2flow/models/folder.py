@@ -166,18 +166,27 @@ def is_copied(path: str | Path, dtype: torch.dtype) -> bool:
     return False
 
 
-def weight_count(path: str | Path) -> int:
+def weight_count(path: str | Path, lanes: int = 1) -> int:
     """Elements of all tensors in a model folder, by the headers of its files.
+
+    Args:
+        path: the folder.
+        lanes: that layers are divided over; what is outside of layers is whole on each of them.
+
+    Returns:
+        those on a lane.
 
     Raises:
         UserError: the folder, its `config.json` or its weights are missing or incomplete.
     """
-    count = 0
+    count = 0.0
     for file in weight_files(checked_folder(path)):
         with safe_open(file, framework="pt") as weights:
             for tensor in weights.keys():  # noqa: SIM118  (it cannot be gone through)
-                count += math.prod(weights.get_slice(tensor).get_shape())
-    return count
+                size = math.prod(weights.get_slice(tensor).get_shape())
+                in_a_layer = any(part.isdecimal() for part in tensor.split("."))
+                count += size / lanes if in_a_layer else size
+    return math.ceil(count)
 
 
 def check_safetensors(file: Path) -> None:

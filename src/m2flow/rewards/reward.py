@@ -349,7 +349,7 @@ def _beside(
         while wait(parts, SIGN_SECONDS).not_done:
             goes_on()  # whoever watches the stage does not hear of these threads
         for first, part in enumerate(parts):
-            found[first::threads] = part.result()
+            found[first::threads] = part.result(0)
     return found
 
 

@@ -276,3 +276,13 @@ def test_a_wait_may_be_longer_than_the_system_polls_at_once() -> None:
         later.start()
         assert channel.get() == 1
         later.join(SOON)
+
+
+@pytest.mark.parametrize("seconds", [1e10, 1e300])
+def test_any_wait_that_is_finite_can_be_waited(seconds: float) -> None:
+    """The first one was an OverflowError."""
+    with Channel("patient", timeout=seconds) as channel:
+        channel.put(1)
+        assert channel.get() == 1
+        channel.put(2, timeout=seconds)
+        assert channel.get(timeout=seconds) == 2

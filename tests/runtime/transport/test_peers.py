@@ -438,3 +438,19 @@ def test_the_first_use_of_a_pair_takes_one_connection_and_nothing_more(
     peers.fetch(address, 10, timeout=SOON)
     assert done == exchange
     pipe.send("end")
+
+
+@pytest.mark.parametrize(("key", "timeout"), [(threading.Lock(), SOON), ("batch", 0.0)])
+def test_a_request_that_was_never_sent_takes_nothing_back(
+    server: PayloadServer, peers: Peers, pool: SharedPool, key: Any, timeout: float
+) -> None:
+    """What was read before on the same connection was free, and written over."""
+    kept = peers.fetch(server.address, "batch", timeout=SOON)
+    with pytest.raises((UnsendableError, TimeoutError)):
+        peers.fetch(server.address, key, timeout=timeout)
+    deadline = time.monotonic() + SOON
+    while server._listener._let_in:  # until the server has heard the farewell
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert pool.blocks_in_use() == 1
+    assert is_the_batch(kept)

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from m2flow.flow.worker import Gang, Place
+from m2flow.generation.architecture import architecture_of
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Request, SamplingParams
 from m2flow.generation.supported import ENGINES
+from m2flow.generation.tensor_parallel import TensorParallel
+from m2flow.generation.weights import DecoderWeights
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.folder import weight_count
 from m2flow.models.tokenizer import byte_tokenizer
@@ -98,3 +102,19 @@ def test_another_package_s_engine_has_room_for_its_weights(
         assert isinstance(worker.engine, StandIn)
         expected = min(CACHE_SHARE * total, USABLE_MEMORY * total - weights)
         assert worker.engine.cache_bytes == pytest.approx(expected, abs=1)
+
+
+def test_a_lane_of_a_gang_has_all_of_the_embedding(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was counted as divided, and keys and values took the room of what was there whole."""
+    told: list[int] = []
+    monkeypatch.setattr(
+        generator, "_cache_bytes", lambda _gb, _place, weights: told.append(weights)
+    )
+    worker = Generator(ModelSource(str(folder)), samples_per_prompt=1, max_new_tokens=2)
+    worker._cache_bytes(Place(gang=Gang(0, 2, layout="tp2")), torch.float32)
+    whole, cpu = architecture_of(AutoConfig.from_pretrained(folder)), torch.device("cpu")
+    part = DecoderWeights(whole, torch.float32, cpu, TensorParallel(0, 2))
+    held = sum(tensor.nbytes for tensor in part.tensors())
+    assert told == [pytest.approx(held, rel=0.02)]

@@ -362,3 +362,17 @@ def test_dapo_draws_again_and_others_do_not(tiny_recipe: MakeRecipe) -> None:
 def test_what_makes_no_sense_is_refused(words: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         validated({"workload": "reasoning", **words})
+
+
+def test_other_answers_give_signs_while_they_are_drawn(
+    experiment: ReasoningExperiment, warmed: ModelSource
+) -> None:
+    """A call that took longer than it may ended the run, though each token was progress."""
+    generator, heard = Generator(warmed, samples_per_prompt=GROUP, max_new_tokens=6), list[int]()
+    generator.load(Place(goes_on=lambda: heard.append(0)))
+    samples = drawn(generator, experiment.batch(0))
+    equal = samples.with_columns(reward=[1.0] * len(samples), failure=[""] * len(samples))
+    heard.clear()
+    found = generator.draw_again(equal, draw=0)
+    assert all(found["again"])
+    assert len(heard) >= max(found["completion_ids"].lengths) - 1 > 0

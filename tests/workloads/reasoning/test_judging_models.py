@@ -513,3 +513,12 @@ def test_a_judge_draws_with_numbers_of_its_own(judge: str, monkeypatch: pytest.M
     list(worker.score(group))
     assert len(set(seeds)) == 2
     assert not set(seeds) & {derive_seed(3, sample) for sample in range(2)}
+
+
+def test_a_question_that_memory_cannot_hold_costs_its_sample_alone(judge: str) -> None:
+    """It ended the run, with a hint for the key of another engine."""
+    section = JudgeSection(path=judge, template="{answer}?", max_new_tokens=3, cache_gb=1e-7)
+    worker = loaded(JudgeModel(section))
+    found = Batch.concat([piece for piece in worker.score(answers("#5")) if len(piece)])
+    assert "do not fit into judge.cache_gb" in found["failure"][0]
+    assert not worker.engine.busy

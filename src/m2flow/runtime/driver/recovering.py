@@ -158,7 +158,9 @@ class FlowThatRecovers(FlowOnLanes):
         self._pending_snapshot = None
         try:
             states = coming.states()
-        except (RunFailed, PeerLost):  # of the lane that was lost its carrier hears
+        except (RunFailed, PeerLost, TimeoutError):
+            # Of a lane that was lost its carrier hears. One that is late may have saved in time and
+            # nobody has listened: another snapshot is taken.
             self._recovery.give_up()
         except Exception as error:
             if not (isinstance(error, OSError) or is_exhaustion(error)):

@@ -117,6 +117,9 @@ class LaneHost:
         if command.fused:
             return self._run_loop(flow, command, node, share[0])
         if node.loop is not None:
+            if share != command.inputs[command.lanes.index(self.lane)]:
+                self._run(flow, node, [self._gather(flow, command.step, share)[0].select([])])
+                return iter(())
             return self._go_around(flow, command, node, share[0])
         if node.streaming:
             stage = partial(self._function(flow, node), **node.options)
@@ -405,7 +408,7 @@ def share_of(command: RunCall | FeedCall, lane: int, *, collective: bool) -> Inp
 
 
 def joined_exits(graph: FlowGraph, producers: Collection[int], join: Callable[[], Batch]) -> Batch:
-    """Join payloads of several stages; where they left a loop unlike each other, say so.
+    """Join payloads of several stages or calls; where they are unlike each other, name the stages.
 
     Raises:
         UserError: they do not have the same columns.
@@ -413,10 +416,20 @@ def joined_exits(graph: FlowGraph, producers: Collection[int], join: Callable[[]
     try:
         return join()
     except UserError as error:
-        loops = {graph.nodes[producer].loop for producer in producers if producer >= 0}
-        loop = next((loop for loop in loops if loop is not None), None)
-        if loop is None or error.key is not None:
+        made_by = [graph.nodes[producer] for producer in sorted(producers) if producer >= 0]
+        if not made_by:
             raise
+        names = " and ".join(node.name for node in made_by)
+        if error.key is not None:
+            raise UserError(str(error), key=names) from error
+        loop = next((node.loop for node in made_by if node.loop is not None), None)
+        if loop is None:
+            raise UserError(
+                "has given items with different columns in different calls",
+                key=names,
+                value=error.value,
+                hint="give every item the same columns: which items share a call is the plan's",
+            ) from error
         raise UserError(
             "its items leave at different stages, or on different turns, with different columns",
             key=graph.loop_name(loop),

@@ -25,6 +25,9 @@ ALIGNMENT = 64
 """Bytes at whose multiples what is joined in one piece of memory begins."""
 
 LONGEST_KIND = 16
+LONGEST_WAIT = 1e6
+"""Seconds for which a socket is waited for at a time: its timer has milliseconds in 32 bits."""
+
 JOINED_BYTES = 32 << 10
 """A smaller frame goes out as one piece of memory: a copy costs less than a longer list."""
 
@@ -189,6 +192,8 @@ class FrameStream:
             try:
                 drop_sent(pieces, self._socket.sendmsg(first_pieces(pieces)))
             except OSError as error:
+                if self._waits_on(error):
+                    continue
                 raise what_failed(error) from error
 
     def receive(self) -> Frame:
@@ -198,6 +203,8 @@ class FrameStream:
             try:
                 count = self._socket.recv_into(self._decoder.room())
             except OSError as error:
+                if self._waits_on(error):
+                    continue
                 raise what_failed(error) from error
             if not count:
                 raise LineClosed("the connection has ended")
@@ -226,7 +233,12 @@ class FrameStream:
         left = self.deadline - self.clock()
         if left <= 0:
             raise TimeoutError("the deadline has passed")
-        self._socket.settimeout(left)
+        self._socket.settimeout(min(left, LONGEST_WAIT))
+
+    def _waits_on(self, error: OSError) -> bool:
+        """Whether the socket was waited for as long as can be, and the deadline has not passed."""
+        over = isinstance(error, TimeoutError) and error.errno is None
+        return over and self.deadline is not None and self.clock() < self.deadline
 
 
 def aligned(size: int) -> int:

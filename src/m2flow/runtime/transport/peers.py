@@ -149,21 +149,22 @@ class Peers:
 
     def _exchanged(self, stream: FrameStream, address: PeerAddress, key: Any) -> Frame:
         """Send a request and wait for its answer. Where that fails, the stream is closed."""
-        began = stream.clock()
+        began, asked = stream.clock(), False
         try:
             packed = pack((key, address in self.refused))
             assert not packed.buffers, f"a key holds no tensors: {key!r}"
             stream.send(Frame(FrameKind.REQUEST, packed.head))
+            asked = True
             return stream.receive()
         except TimeoutError:
             taken = stream.clock() - began
-            self._abandon(stream)
+            self._abandon(stream, asked=asked)
             raise TimeoutError(f"no answer about {key!r} from {address} in {taken:.3g} s") from None
         except OSError as error:
             stream.close()
             raise self._lose(address, error) from error
         except BaseException:  # an interrupt: the answer will come, and nobody read it
-            self._abandon(stream)
+            self._abandon(stream, asked=asked)
             raise
 
     def _received(self, frame: Frame, device: str | torch.device | None) -> Received:
@@ -230,10 +231,11 @@ class Peers:
         return PeerLost(f"{address} is gone: {why}")
 
     @staticmethod
-    def _abandon(stream: FrameStream) -> None:
+    def _abandon(stream: FrameStream, *, asked: bool) -> None:
+        """Leave a connection; where nothing was asked, what was received before stays in use."""
         stream.deadline = stream.clock() + FAREWELL_SECONDS
         with contextlib.suppress(OSError):  # then it is as if this process had died: as good
-            stream.send(Frame(FrameKind.ABANDONED))
+            stream.send(Frame(FrameKind.ABANDONED if asked else FrameKind.DONE))
         stream.close()
 
 

@@ -63,11 +63,12 @@ class Drawing:
                 finished += self.submit(arrived)
 
     def all_of(self, samples: Batch) -> Iterator[Batch]:
-        """Draw samples in place of what they have, until nothing runs."""
+        """Draw samples in place of what they have, until nothing runs: after each step of the
+        engine those that are finished, if any."""
         self._submit_samples(samples)
         while self.engine.busy:
-            if finished := self.engine.step():
-                yield self.handed_on(finished)
+            finished = self.engine.step()
+            yield self.handed_on(finished) if finished else Batch({})
 
     def submit(self, prompts: Batch) -> Sequence[Completion]:
         """Have the samples of some prompts drawn; those that are at their end before they begin."""

@@ -150,7 +150,7 @@ class Generator(Worker):
         from m2flow.generation.tensor_parallel import TensorParallel
         from m2flow.models.folder import weight_count
 
-        weight_bytes = weight_count(self.model.path) * dtype.itemsize // place.gang.size
+        weight_bytes = weight_count(self.model.path, place.gang.size) * dtype.itemsize
         here = _cache_bytes(self.cache_gb, place, weight_bytes)
         return None if here is None else TensorParallel.of(place.gang).least(here)
 
@@ -246,7 +246,11 @@ class Generator(Worker):
         """Other answers to some samples, all of them, in no particular order."""
         call = Drawing(self.engine, self.params_at(self.temperature), self.samples_per_prompt)
         try:
-            return Batch.concat([piece for piece in call.all_of(samples) if len(piece)])
+            pieces = []
+            for piece in call.all_of(samples):
+                self.place.goes_on()
+                pieces.append(piece)
+            return Batch.concat([piece for piece in pieces if len(piece)])
         finally:
             self.engine.abort(list(call.running))
 

@@ -104,7 +104,7 @@ class _Judging(Drawing):
         from m2flow.algorithms.sampling import derive_seed
         from m2flow.generation.records import Request
 
-        requests, ended = [], []
+        ended = []
         before = prompts["before"] if "before" in prompts else [()] * len(prompts)
         columns = (prompts[name] for name in ("prompt", "text", "answer", "seed"))
         silent = unjudged(prompts)
@@ -119,8 +119,15 @@ class _Judging(Drawing):
                 ended.append(_nothing(item))
             else:
                 own_seed = derive_seed(int(seed), item, 1)  # no answer is drawn with it
-                requests.append(Request(item, ids, own_seed, self.params))
-        self.engine.submit(requests)
+                try:
+                    self.engine.submit([Request(item, ids, own_seed, self.params)])
+                except UserError:  # of its memory, which the engine alone knows
+                    self.unasked[item] = (
+                        f"cannot be asked: a question of {len(ids)} tokens and "
+                        f"judge.max_new_tokens = {self.params.max_new_tokens} do not fit into "
+                        "judge.cache_gb"
+                    )
+                    ended.append(_nothing(item))
         return ended
 
     def _asked(self, question: str, text: str, gold: str) -> tuple[list[int], str]:
