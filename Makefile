@@ -7,7 +7,8 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
-BENCHMARKS := $(sort $(filter-out %_blocks.py,$(wildcard benchmarks/*.py)))
+# Those that are run by themselves: `auto_run.py` is a process of `auto.py`, and blocks are parts.
+BENCHMARKS := $(sort $(filter-out %_blocks.py %/auto_run.py,$(shell grep -l __main__ benchmarks/*.py)))
 
 # Idle OpenMP threads must sleep: two busy processes on two cores run several times slower otherwise.
 export OMP_WAIT_POLICY ?= PASSIVE

@@ -72,7 +72,8 @@ MEANING = {
     "judge.cache_gb": "as `generation.cache_gb`, for the judge",
     "prompts_per_step": "prompts of a step",
     "samples_per_prompt": "answers drawn for each prompt: a group",
-    "minibatches": "optimizer steps in a training step",
+    "minibatches": "mini-batches of a training step: an optimizer step for each, in each of "
+    "`algorithm.epochs`",
     "minibatch_order": "which samples the next mini-batch is made of: `index`, those whose number "
     "is next, under every plan the same; `arrival`, those that are finished next, so that no "
     "optimizer step waits for one long answer ([what that costs](../explanation/the-promise.md))",

@@ -23,6 +23,7 @@ import yaml
 import m2flow
 from m2flow.cli.app import app
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
+from m2flow.environments.registry import FAMILIES
 from m2flow.observe.progress import Quiet
 from m2flow.observe.run_directory import read_metrics
 from m2flow.plan import validate
@@ -176,6 +177,36 @@ def test_make_targets_exist() -> None:
     for page in PAGES:
         for target in re.findall(r"(?:^    |`)make ([a-z-]+)", page.read_text(), re.M):
             assert target in targets, f"{page.name}: make {target}"
+
+
+def test_what_bench_quick_runs_has_a_short_version() -> None:
+    """It ran a process of another benchmark by itself, and could not succeed."""
+    asked = ["make", "-s", "--eval=told: ; @echo $(BENCHMARKS)", "told"]
+    told = subprocess.run(asked, cwd=PROJECT, capture_output=True, text=True, check=True)
+    scripts = told.stdout.split()
+    assert "benchmarks/auto.py" in scripts
+    for script in scripts:
+        text = (PROJECT / script).read_text()
+        assert "__main__" in text, script
+        assert "quick" in text or "arguments(" in text, script
+
+
+def test_the_reference_counts_optimizer_steps_as_recipes_do() -> None:
+    page = (PROJECT / "docs" / "reference" / "recipe.md").read_text()
+    (line,) = re.findall(r"^\| optimizer steps of the run \| (.*) \|$", page, re.M)
+    recipe = read_recipe("quickstart", {"algorithm.epochs": 3})
+    assert isinstance(recipe, ReasoningRecipe)
+    sizes = {"steps": recipe.steps, "minibatches": recipe.minibatches, "algorithm.epochs": 3}
+    product = 1
+    for key in re.findall(r"`([^`]+)`", line):
+        product *= sizes[key]
+    assert product == recipe.derived()["optimizer_steps"]
+
+
+def test_the_extra_of_every_simulator_can_be_found() -> None:
+    text = "\n".join(page.read_text() for page in DOCS)
+    named = {one for some in re.findall(r"m2flow\[([\w,-]+)\]", text) for one in some.split(",")}
+    assert {family.extra for family in FAMILIES.values()} <= named
 
 
 def test_what_ci_runs_is_said() -> None:
