@@ -937,18 +937,8 @@ class Noting(Flow):
         return number(note(items))
 
 
-class Numbering(Flow):
-    def step(self, items: Stream) -> Stream:
-        return number(items)
-
-
 def test_columns_that_follow_the_call_name_the_stage_that_gave_them() -> None:
     flow = Noting()
     line = refusal(flow, prompts(4), plan=hand_written(flow, {"note": StagePlan(chunk=2)}))
     assert line.startswith("note: has given items with different columns")
     assert "['reason']" in line
-
-
-def test_items_may_begin_without_columns() -> None:
-    with start(Numbering(), 3) as run:
-        assert run.step(Batch({}, range(3))).output["n"] == [0, 1, 2]

@@ -315,7 +315,7 @@ class Runner:
         Raises:
             _Refused: the batch cannot be run; nothing has changed.
         """
-        batch = Batch(batch.columns, range(len(batch)))  # named by their position in the step
+        batch = Batch(batch.columns)  # items are named by their position in the step
         step = self.next_step
         try:
             if not len(batch):
